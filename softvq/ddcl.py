@@ -1,0 +1,425 @@
+"""The mathematics of Deep Dual Competitive Learning (DDCL-Attention, arXiv 2604.03850) as pure functions.
+
+Tokens z_n are softly assigned to prototypes p_k by q_nk = softmax_k(-|z_n - p_k|² / T) and leave as
+the soft centroid mu_n = sum_k q_nk p_k. Modules, configuration and temperature policies live elsewhere.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from einops import einsum, pack, rearrange, unpack
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Gradient = Literal["detached", "full"]
+
+# The row-wise argmax looks at groups of this many codes: a vectorised maximum inside each group,
+# then an ordinary argmax over the groups and inside the best one.
+_GROUP = 32
+
+
+class SoftAssignment(NamedTuple):
+    """Soft assignment of tokens to prototypes; differentiable unless said otherwise."""
+
+    mu: Float[Tensor, "*n d"]
+    """Soft centroids sum_k q_nk p_k; zeros where masked."""
+    variance: Float[Tensor, "*n"]
+    """V_n = sum_k q_nk |p_k - mu_n|² >= 0, through q."""
+    free_energy: Float[Tensor, "*n"]
+    """F_n = -T log sum_k exp(-|z_n - p_k|² / T), that is -T times the log-partition. The
+    log-partition itself overflows at low temperatures, F never does."""
+    entropy: Float[Tensor, "*n"]
+    """Entropy of q_n in nats, in [0, log k]; carries no gradient."""
+    usage: Float[Tensor, "k"]
+    """sum_n q_nk over real tokens."""
+    indices: Int[Tensor, "*n"]
+    """Most probable code; -1 where masked."""
+
+
+class Split(NamedTuple):
+    """The exact split L_q = L_OLS + V of the competitive loss, one value a token."""
+
+    loss: Float[Tensor, "*n"]
+    """L_q = sum_k q_nk |z_n - p_k|²."""
+    reconstruction: Float[Tensor, "*n"]
+    """L_OLS = |z_n - mu_n|²."""
+    variance: Float[Tensor, "*n"]
+    """V = sum_k q_nk |p_k - mu_n|²."""
+
+
+class Separation(NamedTuple):
+    """Distances between distinct prototypes, in the units of the prototypes; both are 0 for k = 1."""
+
+    minimum: Float[Tensor, ""]
+    """S_min, the smallest pair distance: 0 as soon as two prototypes coincide."""
+    mean: Float[Tensor, ""]
+    """S_mean, the mean pair distance: 0 only when all coincide."""
+
+
+def check_gradient(gradient: str) -> None:
+    """Raises ValueError when `gradient` is not one of the two ways to differentiate L_q."""
+    if gradient not in get_args(Gradient):
+        raise ValueError(f"gradient must be one of {get_args(Gradient)}, got {gradient!r}")
+
+
+def soft_assignment(
+    z: Float[Tensor, "*n d"],
+    prototypes: Float[Tensor, "k d"],
+    temperature: float | Float[Tensor, ""],
+    mask: Bool[Tensor, "*n"] | None = None,
+) -> SoftAssignment:
+    """Boltzmann assignment of every token, with gradients for z, prototypes and temperature.
+
+    Streams over blocks of tokens, forward and backward, and never holds an n x k matrix. Float16
+    and bfloat16 are computed in float32; float64 stays. `temperature` is in units of squared
+    distance. Below about 1e-25 (float32) of the squared radius of the data the result no longer
+    changes: the nearest code has weight 1, exact ties share it equally. `mask` is True at real
+    tokens; the others may hold anything, NaN included.
+
+    Raises ValueError for a temperature that is not positive and finite (a CUDA tensor is not
+    looked at, to spare a synchronisation) and for widths of z and prototypes that differ.
+    """
+    z, prototypes = _same_space(z, prototypes)
+    t = _checked_temperature(temperature, z)
+    if mask is None:
+        weights = z.new_ones(z.shape[:-1])
+    else:
+        z = torch.where(rearrange(mask, "... -> ... 1"), z, 0)
+        weights = mask.to(z.dtype)
+    centre = prototypes.detach().mean(0)
+    flat, shape = pack([z - centre], "* d")
+    flat_weights, _ = pack([weights], "*")
+    with torch.autocast(z.device.type, enabled=False):
+        mu, second_moment, free_energy, entropy, usage, indices = torch.ops.softvq.soft_assignment(
+            flat, prototypes - centre, t, flat_weights
+        )
+    variance = (second_moment - mu.square().sum(-1)).clamp_min(0)
+    (mu,) = unpack(mu + centre, shape, "* d")
+    variance, free_energy, entropy, indices = (
+        unpack(x, shape, "*")[0] for x in (variance, free_energy, entropy, indices)
+    )
+    if mask is not None:
+        mu = torch.where(rearrange(mask, "... -> ... 1"), mu, 0)
+        variance, free_energy, entropy = (
+            torch.where(mask, x, 0) for x in (variance, free_energy, entropy)
+        )
+        indices = torch.where(mask, indices, -1)
+    return SoftAssignment(mu, variance, free_energy, entropy, usage, indices)
+
+
+def competitive_loss(
+    z: Float[Tensor, "*n d"], soft: SoftAssignment, gradient: Gradient = "detached"
+) -> Split:
+    """The competitive loss of each token with its exact split L_q = L_OLS + V >= 0.
+
+    `gradient="detached"` keeps q fixed, so that grad L_q = grad F (soft k-means; the prototypes
+    receive 2 q_nk (p_k - z_n), z receives 2 (z - mu)). `"full"` also differentiates through q. The
+    values are the same, and `reconstruction` and `variance` are differentiable through q in both.
+    """
+    check_gradient(gradient)
+    reconstruction = (z.to(soft.mu.dtype) - soft.mu).square().sum(-1)
+    loss = reconstruction + soft.variance
+    if gradient == "detached":
+        loss = soft.free_energy + (loss - soft.free_energy).detach()
+    return Split(loss, reconstruction, soft.variance)
+
+
+def nearest(z: Float[Tensor, "*n d"], prototypes: Float[Tensor, "k d"]) -> Int[Tensor, "*n"]:
+    """Index of the nearest prototype of every token (the lowest at a tie), streaming, no softmax."""
+    z, prototypes = _same_space(z.detach(), prototypes.detach())
+    centre = prototypes.mean(0)
+    flat, shape = pack([z - centre], "* d")
+    with torch.autocast(z.device.type, enabled=False):
+        indices = torch.ops.softvq.nearest(flat, prototypes - centre)
+    return unpack(indices, shape, "*")[0]
+
+
+def critical_temperature(
+    z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+) -> Float[Tensor, ""]:
+    """Tc = 2 lambda_max(Cov z), where all prototypes merge if T is above (detached; 2 Tc: full).
+
+    Zero for fewer than one token. Carries no gradient.
+    """
+    return 2 * _spectrum(covariance(z, mask))[-1]
+
+
+def covariance(
+    z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+) -> Float[Tensor, "d d"]:
+    """Cov(z) over real tokens, with division by their number; zeros when there are none."""
+    x = z.detach()
+    x, _ = pack([x.to(torch.promote_types(x.dtype, torch.float32))], "* d")
+    if mask is None:
+        real = x.new_ones(len(x), 1)
+    else:
+        real = rearrange(mask, "... -> (...) 1")
+        x, real = torch.where(real, x, 0), real.to(x.dtype)
+    count = real.sum().clamp_min(1)
+    x = (x - x.sum(0) / count) * real
+    with torch.autocast(x.device.type, enabled=False):
+        return einsum(x, x, "n i, n j -> i j") / count
+
+
+def effective_rank(z: Float[Tensor, "*n d"]) -> Float[Tensor, ""]:
+    """exp of the entropy of the normalised eigenvalues of Cov(z): between 1 and d, 0 if constant."""
+    eigenvalues = _spectrum(covariance(z)).clamp_min(0)
+    share = eigenvalues / eigenvalues.sum()
+    rank = torch.exp(-torch.special.xlogy(share, share).sum())
+    return torch.where(eigenvalues.sum() > 0, rank, 0)
+
+
+def separation(prototypes: Float[Tensor, "k d"]) -> Separation:
+    """Smallest and mean distance over all pairs of prototypes; O(k² d) time, O(k) blocks of memory."""
+    p = prototypes.detach().to(torch.promote_types(prototypes.dtype, torch.float32))
+    k = len(p)
+    if k == 1:
+        return Separation(p.new_zeros(()), p.new_zeros(()))
+    minimum, total = p.new_full((), torch.inf), p.new_zeros((), dtype=torch.float64)
+    for rows, distances in _pair_distances(p):
+        total += distances.sum(dtype=torch.float64)
+        distances[torch.arange(len(distances)), rows] = torch.inf
+        minimum = torch.minimum(minimum, distances.min())
+    return Separation(minimum, (total / (k * (k - 1))).to(p.dtype))
+
+
+def distinct_codes(prototypes: Float[Tensor, "k d"], tolerance: float | Float[Tensor, ""]) -> int:
+    """Number of single-link groups of prototypes whose links are at most `tolerance` apart."""
+    p = prototypes.detach().to(torch.promote_types(prototypes.dtype, torch.float32))
+    k = len(p)
+    labels = torch.arange(k, device=p.device)
+    while True:
+        linked = labels.clone()
+        for rows, distances in _pair_distances(p):
+            linked[rows] = torch.where(distances <= tolerance, labels, k).amin(1)
+        linked = linked[linked]
+        if torch.equal(linked, labels):
+            return len(labels.unique())
+        labels = linked
+
+
+def _pair_distances(p: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of (row indices, distances of those rows to all prototypes), free of cancellation."""
+    for rows in torch.arange(len(p), device=p.device).split(max(1, 2**22 // len(p))):
+        yield rows, torch.cdist(p[rows], p, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _spectrum(cov: Tensor) -> Tensor:
+    """Eigenvalues in rising order, scaled before the solver so that tiny or huge ones survive it."""
+    scale = cov.diagonal().sum().clamp_min(torch.finfo(cov.dtype).tiny)
+    return torch.linalg.eigvalsh(cov / scale) * scale
+
+
+def _same_space(z: Tensor, prototypes: Tensor) -> tuple[Tensor, Tensor]:
+    if z.shape[-1] != prototypes.shape[-1]:
+        raise ValueError(
+            f"z has width {z.shape[-1]} but the prototypes have width {prototypes.shape[-1]}"
+        )
+    dtype = torch.promote_types(torch.promote_types(z.dtype, prototypes.dtype), torch.float32)
+    return z.to(dtype), prototypes.to(dtype)
+
+
+def _checked_temperature(temperature: float | Tensor, z: Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        t = temperature.to(z)
+        if t.is_cuda or torch.compiler.is_compiling():
+            return t
+        value = t.item()
+    else:
+        value = temperature
+        t = z.new_tensor(value)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"temperature must be positive and finite, got {value}")
+    return t
+
+
+def _block_rows(n: int, k: int, device: torch.device) -> int:
+    """Tokens in one block: two n x k buffers should stay in a CPU's cache, or fill a GPU."""
+    if device.type == "cpu":
+        return max(1, min(n, 512, max(64, 2**20 // k)))
+    return max(1, min(n, max(64, 2**26 // k)))
+
+
+class _Operands(NamedTuple):
+    """The prototypes as the streaming products read them, padded with unreachable codes."""
+
+    moments: Tensor  # (d + 1, k'): p and |p|²
+    logits: Tensor  # (d + 1, k'): [z, 1] @ logits = (|z|² - |z - p|²) / T
+    temperature: Tensor  # T, raised to the lowest value that still makes a difference
+
+
+def _operands(z: Tensor, p: Tensor, temperature: Tensor) -> _Operands:
+    """Laid out (d + 1, k'), the order in which every product is fast."""
+    k, d = p.shape
+    moments = p.new_zeros(d + 1, -(-k // _GROUP) * _GROUP)
+    moments[:d, :k] = p.T
+    moments[d, :k] = p.square().sum(1)
+    info = torch.finfo(p.dtype)
+    radius = moments[d].max() + (z.square().sum(1).max() if len(z) else 0)
+    # Below this temperature every difference that the dtype resolves is already decided, and
+    # above it no quotient overflows.
+    t = torch.maximum(temperature, radius * info.tiny ** (2 / 3)).clamp_min(10 * info.tiny)
+    logits = moments * (2 / t)
+    logits[d] /= -2
+    logits[d, k:] = -(info.max ** (3 / 4))
+    return _Operands(moments, logits, t)
+
+
+def _argmax(logits: Tensor, arange: Tensor) -> tuple[Tensor, Tensor]:
+    """(maximum, lowest index of it) of every row; several times as fast as Tensor.max on a CPU."""
+    groups = rearrange(logits, "b (g s) -> b g s", s=_GROUP)
+    maximum, group = groups.amax(2).max(1)
+    return maximum, group * _GROUP + groups[arange[: len(group)], group].argmax(1)
+
+
+def _blocks(n: int, rows: int) -> Iterator[slice]:
+    return (slice(a, min(a + rows, n)) for a in range(0, n, rows))
+
+
+@torch.library.custom_op("softvq::soft_assignment", mutates_args=())
+def _soft_assignment(
+    z: Tensor, p: Tensor, temperature: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(mu, E|p|², F, entropy, usage, indices) for z (n, d), p (k, d), T (), usage weights (n)."""
+    (n, d), k = z.shape, len(p)
+    moments, logits, temperature = _operands(z, p, temperature)
+    rows = _block_rows(n, moments.shape[1], z.device)
+    block_z = z.new_ones(rows, d + 1)
+    block_s, block_q = (z.new_empty(rows, moments.shape[1]) for _ in range(2))
+    arange = torch.arange(rows, device=z.device)
+    outputs = z.new_empty(n, d + 1)
+    nats, entropy = z.new_empty(n), z.new_empty(n)
+    indices = torch.empty(n, dtype=torch.int64, device=z.device)
+    usage = z.new_zeros(moments.shape[1])
+    for block in _blocks(n, rows):
+        b = block.stop - block.start
+        x, s, q = block_z[:b], block_s[:b], block_q[:b]
+        x[:, :d] = z[block]
+        torch.mm(x, logits, out=s)
+        torch.softmax(s, 1, out=q)
+        torch.mm(q, moments.T, out=outputs[block])
+        usage.addmv_(q.T, weights[block])
+        maximum, indices[block] = _argmax(s, arange)
+        log_partition = maximum - q.gather(1, indices[block, None])[:, 0].log()
+        nats[block] = log_partition - maximum
+        entropy[block] = log_partition - s.mul_(q).sum(1)
+    mu, second_moment = outputs[:, :d].clone(), outputs[:, d].clone()
+    squared_distance = (z - p[indices]).square().sum(1)
+    free_energy = squared_distance - temperature * nats
+    return mu, second_moment, free_energy, entropy.clamp_min_(0), usage[:k].clone(), indices
+
+
+@_soft_assignment.register_fake
+def _(z: Tensor, p: Tensor, temperature: Tensor, weights: Tensor):
+    n, k = len(z), len(p)
+    indices = torch.empty(n, dtype=torch.int64, device=z.device)
+    scalars = (z.new_empty(n) for _ in range(3))
+    return torch.empty_like(z), *scalars, z.new_empty(k), indices
+
+
+@torch.library.custom_op("softvq::soft_assignment_backward", mutates_args=())
+def _soft_assignment_backward(
+    z: Tensor,
+    p: Tensor,
+    temperature: Tensor,
+    weights: Tensor,
+    mu: Tensor,
+    entropy: Tensor,
+    grad_mu: Tensor,
+    grad_second_moment: Tensor,
+    grad_free_energy: Tensor,
+    grad_usage: Tensor,
+    needs_temperature: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for z, p and T from a second pass over the blocks, with q computed again.
+
+    With s_k = -|z - p_k|² / T and a_k = dL/dq_k, the softmax gives r_k = dL/ds_k = q_k (a_k - sum q a),
+    which sums to 0 over k. F is kept out of r: its gradient needs no softmax derivative.
+    """
+    (n, d), k = z.shape, len(p)
+    moments, logits, temperature = _operands(z, p, temperature)
+    columns = moments.shape[1]
+    readers = moments.new_zeros(d + 2, columns)  # [g_mu, g_e, w] @ readers = a
+    readers[: d + 1] = moments
+    readers[d + 1, :k] = grad_usage
+    rows = _block_rows(n, columns, z.device)
+    block_z, block_g = z.new_ones(rows, d + 1), z.new_empty(rows, d + 2)
+    block_s, block_q = (z.new_empty(rows, columns) for _ in range(2))
+    grad_z = z.new_empty(n, d)
+    by_r, by_q = z.new_zeros(d + 1, columns), z.new_zeros(d + 1, columns)
+    grad_temperature = z.new_zeros(())
+    for block in _blocks(n, rows):
+        b = block.stop - block.start
+        x, g, s, q = block_z[:b], block_g[:b], block_s[:b], block_q[:b]
+        x[:, :d] = z[block]
+        g[:, :d] = grad_mu[block]
+        g[:, d] = grad_second_moment[block]
+        g[:, d + 1] = weights[block]
+        torch.mm(x, logits, out=s)
+        torch.softmax(s, 1, out=q)
+        old_s = s.clone() if needs_temperature else s
+        r = torch.mm(g, readers, out=s).mul_(q)
+        r.addcmul_(q, r.sum(1, keepdim=True), value=-1)
+        if needs_temperature:
+            grad_temperature -= torch.mul(old_s, r).sum()
+        torch.mm(r, moments[:d].T, out=grad_z[block])
+        by_r.addmm_(x.T, r)
+        # What q_nk multiplies in the gradient for p_k, apart from the terms in p_k itself.
+        f = grad_free_energy[block, None]
+        g[:, :d] -= 2 * f * z[block]
+        g[:, d] = 2 * (grad_second_moment[block] + f[:, 0])
+        by_q.addmm_(g[:, : d + 1].T, q)
+    grad_z.mul_(2 / temperature).add_(2 * grad_free_energy[:, None] * (z - mu))
+    grad_p = (
+        (by_r[:d] - moments[:d] * by_r[d]) * (2 / temperature) + by_q[:d] + moments[:d] * by_q[d]
+    )
+    grad_temperature = grad_temperature / temperature - (grad_free_energy * entropy).sum()
+    return grad_z, grad_p[:, :k].T.contiguous(), grad_temperature
+
+
+@_soft_assignment_backward.register_fake
+def _(z, p, temperature, *others):
+    return torch.empty_like(z), torch.empty_like(p), torch.empty_like(temperature)
+
+
+def _save(ctx, inputs: tuple, output: tuple) -> None:
+    mu, _, _, entropy, _, indices = output
+    ctx.save_for_backward(*inputs, mu, entropy)
+    ctx.mark_non_differentiable(entropy, indices)
+
+
+def _backward(ctx, grad_mu, grad_second_moment, grad_free_energy, _entropy, grad_usage, _indices):
+    needs_temperature = ctx.needs_input_grad[2]
+    grads = torch.ops.softvq.soft_assignment_backward(
+        *ctx.saved_tensors,
+        grad_mu.contiguous(),
+        grad_second_moment,
+        grad_free_energy,
+        grad_usage,
+        needs_temperature,
+    )
+    return grads[0], grads[1], grads[2] if needs_temperature else None, None
+
+
+_soft_assignment.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("softvq::nearest", mutates_args=())
+def _nearest(z: Tensor, p: Tensor) -> Tensor:
+    n, d = z.shape
+    logits = _operands(z, p, z.new_ones(())).logits
+    rows = _block_rows(n, logits.shape[1], z.device)
+    block_z, block_s = z.new_ones(rows, d + 1), z.new_empty(rows, logits.shape[1])
+    arange = torch.arange(rows, device=z.device)
+    indices = torch.empty(n, dtype=torch.int64, device=z.device)
+    for block in _blocks(n, rows):
+        b = block.stop - block.start
+        block_z[:b, :d] = z[block]
+        _, indices[block] = _argmax(torch.mm(block_z[:b], logits, out=block_s[:b]), arange)
+    return indices
+
+
+@_nearest.register_fake
+def _(z: Tensor, p: Tensor) -> Tensor:
+    return torch.empty(len(z), dtype=torch.int64, device=z.device)
