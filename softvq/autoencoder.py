@@ -1,0 +1,172 @@
+"""The flat VQ-VAE: DeepMind's CIFAR-10 encoder and decoder around any quantizer of the registry.
+
+The only place that knows images are `b c h w`; quantizers see channels last.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from softvq.quantizers import Assignment, DDCLConfig, QuantizerConfig, build
+
+Images = Float[Tensor, "b c h w"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQVAEConfig:
+    """Architecture of `VQVAE`; the width of the latents is that of the quantizer's codes."""
+
+    quantizer: QuantizerConfig = field(default_factory=lambda: DDCLConfig(dim=64))
+    """The quantizer and its options."""
+    channels: int = 3
+    """Channels of an image."""
+    hidden: int = 128
+    """Channels of the convolutions."""
+    residual_blocks: int = 2
+    """Residual blocks in the encoder, and as many in the decoder."""
+    residual_hidden: int = 32
+    """Channels inside a residual block."""
+    downsamplings: int = 2
+    """Halvings of height and width: 2 turns 32x32 images into 8x8 codes."""
+    normalize: bool = True
+    """Affine-free batch normalisation of the latents, with running statistics in eval mode."""
+
+    def __post_init__(self) -> None:
+        bounds = dict(channels=1, hidden=2, residual_blocks=0, residual_hidden=1, downsamplings=1)
+        for name, least in bounds.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+
+class VQVAEOutput(NamedTuple):
+    """What a forward pass gives."""
+
+    reconstruction: Float[Tensor, "b c h w"]
+    assignments: tuple[Assignment, ...]
+    """One per level."""
+    loss: Float[Tensor, ""]
+    """Sum of the quantizers' losses; the reconstruction loss is the training's affair."""
+
+
+class VQVAE(nn.Module):
+    """Encoder, quantizer, decoder. Images are float in [-1, 1], of any height and width."""
+
+    def __init__(self, config: VQVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = _encoder(config)
+        self.norm = LatentNorm(config.quantizer.dim) if config.normalize else nn.Identity()
+        self.quantizer = build(config.quantizer)
+        self.decoder = _decoder(config)
+
+    @property
+    def stride(self) -> int:
+        """Pixels in height and width that one code stands for."""
+        return 2**self.config.downsamplings
+
+    def latents(self, x: Images) -> Float[Tensor, "b h w d"]:
+        """What the quantizer is given; edges are repeated up to a multiple of the stride.
+
+        Raises ValueError for images with another number of channels.
+        """
+        if x.shape[1] != self.config.channels:
+            raise ValueError(
+                f"images must have {self.config.channels} channels, got shape {tuple(x.shape)}"
+            )
+        bottom, right = (-size % self.stride for size in x.shape[2:])
+        x = F.pad(x, (0, right, 0, bottom), mode="replicate")
+        return rearrange(self.norm(self.encoder(x)), "b d h w -> b h w d")
+
+    def encode(self, x: Images) -> tuple[Assignment, ...]:
+        """One `Assignment` per level: a tuple of one."""
+        return (self.quantizer.assign(self.latents(x)),)
+
+    def decode(self, quantized: tuple[Float[Tensor, "b h w d"], ...]) -> Images:
+        """Images from the codes of each level; multiples of the stride in height and width."""
+        (codes,) = quantized
+        weight = next(self.decoder.parameters())
+        return self.decoder(rearrange(codes, "b h w d -> b d h w").to(weight.dtype))
+
+    def decode_indices(self, indices: tuple[Int[Tensor, "b h w"], ...]) -> Images:
+        """Images from the indices of each level; the same, bit for bit, as decoding their codes."""
+        (grid,) = indices
+        return self.decode((self.quantizer.indices_to_codes(grid),))
+
+    def forward(self, x: Images) -> VQVAEOutput:
+        """Encodes, quantizes, decodes and crops to the size of `x`."""
+        assignments = self.encode(x)
+        reconstruction = self.decode(tuple(level.quantized for level in assignments))
+        loss = torch.stack([level.loss for level in assignments]).sum()
+        return VQVAEOutput(crop(reconstruction, x), assignments, loss)
+
+
+class LatentNorm(nn.BatchNorm2d):
+    """Affine-free batch normalisation that uses the running statistics for a single position."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, affine=False)
+
+    def forward(self, input: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
+        if input.numel() > self.num_features:
+            return super().forward(input)
+        return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
+
+
+class ResidualBlock(nn.Module):
+    """x + conv1x1(relu(conv3x3(relu(x))))."""
+
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.ReLU(),
+            nn.Conv2d(channels, hidden, 3, padding=1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(hidden, channels, 1, bias=False),
+        )
+
+    def forward(self, x: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
+        return x + self.layers(x)
+
+
+def crop(images: Images, like: Images) -> Images:
+    """The top left of `images`, in the height and width of `like`."""
+    return images[:, :, : like.shape[2], : like.shape[3]]
+
+
+def _residual_blocks(config: VQVAEConfig) -> list[nn.Module]:
+    return [
+        *(
+            ResidualBlock(config.hidden, config.residual_hidden)
+            for _ in range(config.residual_blocks)
+        ),
+        nn.ReLU(),
+    ]
+
+
+def _encoder(config: VQVAEConfig) -> nn.Sequential:
+    """Strided convolutions of half and full width, a 3x3, residual blocks, a 1x1 to the codes."""
+    widths = [config.channels, config.hidden // 2] + [config.hidden] * (config.downsamplings - 1)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Conv2d(before, after, 4, stride=2, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(widths[-1], config.hidden, 3, padding=1)]
+    layers += _residual_blocks(config)
+    return nn.Sequential(*layers, nn.Conv2d(config.hidden, config.quantizer.dim, 1))
+
+
+def _decoder(config: VQVAEConfig) -> nn.Sequential:
+    """The encoder's mirror image, with transposed convolutions."""
+    widths = [config.hidden] * config.downsamplings + [config.channels]
+    if config.downsamplings > 1:
+        widths[-2] = config.hidden // 2
+    layers: list[nn.Module] = [nn.Conv2d(config.quantizer.dim, config.hidden, 3, padding=1)]
+    layers += _residual_blocks(config)
+    for before, after in pairwise(widths):
+        layers += [nn.ConvTranspose2d(before, after, 4, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

@@ -1,0 +1,209 @@
+"""The DDCL codebook: soft assignment with a temperature policy, no straight-through estimator.
+
+The formulas are in `softvq.ddcl`, the policies in `softvq.temperature`; here they become a module.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from einops import einsum
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from softvq import ddcl
+from softvq.quantizers.base import Assignment, Codebook, count_codes, masked_mean, spread
+from softvq.quantizers.initialization import kmeans_plus_plus, real_tokens
+from softvq.temperature import EntropyTemperature, TemperaturePolicy
+
+# Weight of the past in the running covariance of z, and forward passes between two looks at T / Tc.
+_DECAY = 0.99
+_LOOK_EVERY = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDCLConfig:
+    """Options of `DDCLCodebook`."""
+
+    dim: int = 256
+    """Width of a code."""
+    codebook_size: int = 512
+    """Number of codes."""
+    temperature: TemperaturePolicy = field(default_factory=EntropyTemperature)
+    """How the temperature moves over the schedule."""
+    gradient: ddcl.Gradient = "detached"
+    """How L_q is differentiated: with the weights fixed (soft k-means), or through them (full;
+    twice the work)."""
+    commitment_weight: float = 0.05
+    """The encoder's share of L_q / dim; the prototypes' share is 1."""
+    usage_weight: float = 0.1
+    """Weight of KL(mean weights || uniform)."""
+    hard_forward_after: float = 0.0
+    """Fraction of the schedule after which the decoder sees the most probable code, with the
+    gradients of the soft centroid: 0 is always, 1 never."""
+    init: Literal["data", "uniform"] = "data"
+    """Start from k-means++ seeds of the first tokens, or from U(-1/k, 1/k)."""
+    schedule_steps: int = 10_000
+    """Training forward passes that temperature and hard forward are scheduled over."""
+
+    def __post_init__(self) -> None:
+        ddcl.check_gradient(self.gradient)
+        if self.init not in ("data", "uniform"):
+            raise ValueError(f"init must be 'data' or 'uniform', got {self.init!r}")
+        for name in ("dim", "codebook_size", "schedule_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("commitment_weight", "usage_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.hard_forward_after <= 1:
+            raise ValueError(
+                f"hard_forward_after must lie in [0, 1], got {self.hard_forward_after}"
+            )
+
+
+class DDCLCodebook(Codebook):
+    """Soft vector quantization by DDCL: `DDCLCodebook(dim=256, codebook_size=512)`.
+
+    The prototypes are a parameter; give them a learning rate 10 to 100 times that of the encoder
+    (eps = 0.1 to 0.01). The temperature and the hard forward follow a schedule of
+    `schedule_steps` forward passes in training mode, which may be set on the module. Warns once
+    when the temperature is so high that the prototypes merge.
+    """
+
+    config_class = DDCLConfig
+    config: DDCLConfig
+    temperature: Tensor
+    critical: Tensor
+    step: Tensor
+    covariance: Tensor
+    direction: Tensor
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        k, d = self.config.codebook_size, self.config.dim
+        self.prototype = nn.Parameter(torch.empty(k, d).uniform_(-1 / k, 1 / k))
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("critical", torch.zeros(()))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("covariance", torch.zeros(d, d))
+        self.register_buffer("direction", torch.full((d,), d**-0.5))
+        self.schedule_steps = self.config.schedule_steps
+        self._calls = 0
+        self._warned = False
+
+    @property
+    def prototypes(self) -> Float[Tensor, "k d"]:
+        """The codes, in the space of z."""
+        return self.prototype
+
+    def assign(
+        self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+    ) -> Assignment:
+        """Soft assignment with its losses; in training mode also one step of the schedule."""
+        dtype, z = z.dtype, self._checked(z, mask)
+        self._initialize_once(z, mask)
+        # A copy that autograd may keep while the schedule moves the buffer.
+        temperature = self.temperature.clone()
+        soft = ddcl.soft_assignment(z, self.prototype, temperature, mask)
+        codes = self.indices_to_codes(soft.indices)
+        hard = codes + (soft.mu - soft.mu.detach())
+        if self.training:
+            quantized = torch.where(self.progress >= self.config.hard_forward_after, hard, soft.mu)
+        else:
+            quantized = hard
+        assignment = Assignment(
+            quantized=quantized.to(dtype),
+            soft=soft.mu.to(dtype),
+            indices=soft.indices,
+            loss=self._loss(z, soft, temperature, mask),
+            reconstruction=masked_mean((z - soft.mu).square().sum(-1), mask),
+            variance=masked_mean(soft.variance, mask),
+            entropy=masked_mean(soft.entropy, mask),
+            spread=spread(z, mask),
+            usage=soft.usage,
+            counts=count_codes(soft.indices, self.codebook_size),
+        )
+        if self.updates:
+            self._advance(z, mask, assignment.entropy)
+        return assignment
+
+    @property
+    def progress(self) -> Float[Tensor, ""]:
+        """Fraction of the schedule that is done, in [0, 1]."""
+        return (self.step / self.schedule_steps).clamp_max(1)
+
+    @torch.no_grad()
+    def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
+        """Places the prototypes by `config.init` and the temperature by its policy's start.
+
+        Raises ValueError when z holds no real token or a value that is not finite.
+        """
+        tokens = real_tokens(self._checked(z, mask), mask)
+        if self.config.init == "data":
+            self.prototype.copy_(kmeans_plus_plus(tokens, self.codebook_size))
+        else:
+            self.prototype.uniform_(-1 / self.codebook_size, 1 / self.codebook_size)
+        self.covariance.copy_(ddcl.covariance(tokens))
+        self.direction.copy_(torch.linalg.eigh(self.covariance).eigenvectors[:, -1])
+        self.critical.copy_(2 * torch.linalg.vector_norm(self.covariance @ self.direction))
+        sample = tokens[: 2**13]
+        self.temperature.copy_(self.config.temperature.initial(sample, self.prototype))
+        self._mark_initialized()
+
+    def _loss(
+        self, z: Tensor, soft: ddcl.SoftAssignment, temperature: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        config = self.config
+        if config.gradient == "detached":
+            # The gradient of L_q for z is that of |z - mu|² with mu fixed: only its share differs.
+            commitment = (z - soft.mu.detach()).square().sum(-1)
+            share = (config.commitment_weight - 1) * (commitment - commitment.detach())
+            competitive = ddcl.competitive_loss(z, soft, "detached").loss + share
+        else:
+            # Another soft assignment, or the gradient of the decoder would get this share as well.
+            z = z.detach() + config.commitment_weight * (z - z.detach())
+            soft = ddcl.soft_assignment(z, self.prototype, temperature, mask)
+            competitive = ddcl.competitive_loss(z, soft, "full").loss
+        loss = masked_mean(competitive, mask) / self.dim
+        return loss + config.usage_weight * _divergence_from_uniform(soft.usage)
+
+    @torch.no_grad()
+    def _advance(self, z: Tensor, mask: Tensor | None, entropy: Tensor) -> None:
+        """One step of the schedule: the running covariance, Tc by a power iteration, then T."""
+        self.step += 1
+        self.covariance.lerp_(ddcl.covariance(z, mask).to(self.covariance), 1 - _DECAY)
+        image = einsum(self.covariance, self.direction, "i j, j -> i")
+        length = torch.linalg.vector_norm(image)
+        self.direction.copy_(torch.where(length > 0, image / length, self.direction))
+        self.critical.copy_(2 * length)
+        self.temperature.copy_(
+            self.config.temperature.next(
+                self.temperature, self.progress, entropy, self.critical, self.codebook_size
+            )
+        )
+        if not torch.compiler.is_compiling():
+            self._look_at_temperature()
+
+    def _look_at_temperature(self) -> None:
+        self._calls += 1
+        if self._warned or self._calls % _LOOK_EVERY != 1:
+            return
+        threshold = self.critical * (1 if self.config.gradient == "detached" else 2)
+        if self.temperature > threshold > 0:
+            self._warned = True
+            warnings.warn(
+                f"temperature {self.temperature.item():.3g} is above {threshold.item():.3g}, the "
+                f"threshold over which all prototypes merge for gradient={self.config.gradient!r}; "
+                "lower it, or use the entropy-steered policy",
+                stacklevel=2,
+            )
+
+
+def _divergence_from_uniform(usage: Float[Tensor, "k"]) -> Float[Tensor, ""]:
+    """KL(mean weights || uniform) in nats, in [0, log k]; 0 when there are no tokens."""
+    total = usage.sum()
+    # Codes out of reach (weight 0) have an infinite slope, which no finite step can follow.
+    share = (usage / total.clamp_min(1)).clamp_min(torch.finfo(usage.dtype).tiny)
+    return torch.where(total > 0, (share * (share * len(usage)).log()).sum(), 0)

@@ -1,0 +1,135 @@
+"""The hard baseline that people really use: codes as moving averages of their tokens, k-means
+start, dead codes revived. Codes learned by gradient are in `softvq.quantizers.straight_through`."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from softvq import ddcl
+from softvq.quantizers.base import Assignment, Codebook, hard_assignment, masked_mean
+from softvq.quantizers.initialization import kmeans_plus_plus, lloyd, real_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """Options of `EMAVQ`."""
+
+    dim: int = 256
+    """Width of a code."""
+    codebook_size: int = 512
+    """Number of codes."""
+    commitment_weight: float = 0.25
+    """Weight of |z - stopgrad(e)|² / dim."""
+    decay: float = 0.99
+    """Weight of the past in the moving averages, in [0, 1)."""
+    smoothing: float = 1e-5
+    """Laplace smoothing added to every count."""
+    dead_below: float = 0.1
+    """A code whose moving count falls below this share of the mean count is replaced by a token
+    of the batch; 0 revives none."""
+    kmeans_iterations: int = 10
+    """Lloyd's steps after the k-means++ seeds."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "codebook_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("commitment_weight", "smoothing", "kmeans_iterations"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        for name in ("decay", "dead_below"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+class EMAVQ(Codebook):
+    """Hard vector quantization with moving averages (arXiv 1711.00937, appendix A.1).
+
+    The codes returned are those that the indices were chosen from; the update comes after. A
+    revived code starts with the count and sum of a code that is just alive, so that it is not
+    pulled back to where it died.
+    """
+
+    config_class = EMAConfig
+    config: EMAConfig
+    codes: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        k, d = self.config.codebook_size, self.config.dim
+        codes = torch.empty(k, d).uniform_(-1 / k, 1 / k)
+        self.register_buffer("codes", codes)
+        self.register_buffer("counts", torch.ones(k))
+        self.register_buffer("sums", codes.clone())
+
+    @property
+    def prototypes(self) -> Float[Tensor, "k d"]:
+        """The codes, in the space of z."""
+        return self.codes
+
+    def assign(
+        self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+    ) -> Assignment:
+        """Nearest codes with commitment loss; in training mode the averages move afterwards."""
+        dtype, z = z.dtype, self._checked(z, mask)
+        self._initialize_once(z, mask)
+        indices = ddcl.nearest(z, self.codes)
+        # A copy that autograd may keep while the averages below move the codes.
+        codes = self.codes[indices]
+        commitment = masked_mean((z - codes).square().mean(-1), mask)
+        loss = self.config.commitment_weight * commitment
+        assignment = hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
+        if self.updates:
+            self._update(z, assignment.indices, assignment.counts)
+        return assignment
+
+    @torch.no_grad()
+    def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
+        """Places the codes by k-means++ and Lloyd's steps, each with the count of a live code.
+
+        Raises ValueError when z holds no real token or a value that is not finite.
+        """
+        tokens = real_tokens(self._checked(z, mask), mask)
+        seeds = kmeans_plus_plus(tokens, self.codebook_size)
+        self.codes.copy_(lloyd(tokens, seeds, self.config.kmeans_iterations))
+        self.counts.fill_(1)
+        self.sums.copy_(self.codes)
+        self._mark_initialized()
+
+    @torch.no_grad()
+    def _update(
+        self, z: Float[Tensor, "*n d"], indices: Int[Tensor, "*n"], counts: Int[Tensor, "k"]
+    ) -> None:
+        tokens = rearrange(z, "... d -> (...) d").to(self.sums)
+        flat = rearrange(indices, "... -> (...)")
+        # Padding holds zeros, so that adding it to code 0 changes no sum.
+        sums = torch.zeros_like(self.sums).index_add_(0, flat.clamp_min(0), tokens)
+        real = flat >= 0
+        step = torch.where(real.any(), 1 - self.config.decay, 0.0).to(self.counts)
+        self.counts.lerp_(counts.to(self.counts), step)
+        self.sums.lerp_(sums, step)
+        total = self.counts.sum()
+        smoothed = (self.counts + self.config.smoothing) / (
+            total + self.codebook_size * self.config.smoothing
+        )
+        self.codes.copy_(self.sums / rearrange(smoothed * total, "k -> k 1"))
+        self._revive(tokens, real)
+
+    def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> None:
+        """Replaces dead codes by tokens of the batch, with shapes that do not depend on data."""
+        if self.config.dead_below == 0 or len(tokens) == 0:
+            return
+        just_alive = self.config.dead_below * self.counts.mean()
+        dead = (self.counts < just_alive) & real.any()
+        # Real tokens in random order come first; more dead codes than tokens take some twice.
+        order = torch.rand(len(tokens), device=tokens.device).masked_fill(~real, 2).argsort()
+        picked = tokens[order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)]]
+        rows = rearrange(dead, "k -> k 1")
+        self.codes.copy_(torch.where(rows, picked, self.codes))
+        self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
+        self.counts.copy_(torch.where(dead, just_alive, self.counts))

@@ -1,0 +1,124 @@
+"""Temperature policies of the DDCL codebook: fixed, annealed in units of Tc, steered by entropy.
+
+Each is a small config with two pure rules, `initial` and `next`; the state they read (temperature,
+progress, critical temperature) is kept by `softvq.quantizers.ddcl`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from softvq.ddcl import critical_temperature, soft_assignment
+
+Scalar = Float[Tensor, ""]
+
+# Above Tc every prototype falls into the mean (detached gradient); far below it, weights are hard.
+_HOTTEST = 0.9
+_COLDEST = 1e-6
+# One step moves log T by at most this much: a single odd batch must not undo the schedule.
+_LARGEST_STEP = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedTemperature:
+    """The same T from first to last, in units of squared distance: the paper's choice."""
+
+    value: float = 1.0
+    """Temperature, positive."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < math.inf:
+            raise ValueError(f"value must be positive and finite, got {self.value}")
+
+    def initial(self, z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"]) -> Scalar:
+        return prototypes.new_tensor(self.value)
+
+    def next(
+        self, temperature: Scalar, progress: Scalar, entropy: Scalar, critical: Scalar, k: int
+    ) -> Scalar:
+        return torch.full_like(temperature, self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnnealedTemperature:
+    """T falls geometrically from `start` to `end`, in units of Tc = 2 lambda_max(Cov z)."""
+
+    start: float = 0.5
+    """T / Tc at the beginning; from 1 upwards (2 with the full gradient) prototypes merge."""
+    end: float = 0.01
+    """T / Tc at the end of the cooling."""
+    cooling: float = 0.7
+    """Fraction of the schedule, in (0, 1], that the cooling takes; T / Tc is constant after it."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.end <= self.start < math.inf:
+            raise ValueError(f"start and end need 0 < end <= start, got {self.start}, {self.end}")
+        if not 0 < self.cooling <= 1:
+            raise ValueError(f"cooling must lie in (0, 1], got {self.cooling}")
+
+    def initial(self, z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"]) -> Scalar:
+        return _positive(self.start * critical_temperature(z).to(prototypes))
+
+    def next(
+        self, temperature: Scalar, progress: Scalar, entropy: Scalar, critical: Scalar, k: int
+    ) -> Scalar:
+        cooled = (progress / self.cooling).clamp_max(1)
+        return _positive(critical * self.start * (self.end / self.start) ** cooled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyTemperature:
+    """T is steered so that exp(mean entropy of q) follows a geometric schedule; scale-free.
+
+    The perplexity asked for is never above sqrt(k), and T stays below 0.9 Tc.
+    """
+
+    start: float = 4.0
+    """Perplexity of a token's weights at the beginning, at least 1."""
+    end: float = 1.02
+    """Perplexity of a token's weights at the end: 1 is hard."""
+    gain: float = 0.25
+    """Share of the relative error in entropy by which log T moves in one step, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if not 1 < self.end <= self.start < math.inf:
+            raise ValueError(f"start and end need 1 < end <= start, got {self.start}, {self.end}")
+        if not 0 < self.gain <= 1:
+            raise ValueError(f"gain must lie in (0, 1], got {self.gain}")
+
+    def initial(self, z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"]) -> Scalar:
+        """Solves for the temperature of the first target by bisection of log T."""
+        critical = critical_temperature(z).to(prototypes)
+        target = self._target(torch.zeros_like(critical), len(prototypes))
+        low, high = (_positive(critical * bound).log() for bound in (_COLDEST, _HOTTEST))
+        for _ in range(30):
+            middle = (low + high) / 2
+            entropy = soft_assignment(z, prototypes, middle.exp()).entropy.mean()
+            low = torch.where(entropy < target, middle, low)
+            high = torch.where(entropy < target, high, middle)
+        return high.exp()
+
+    def next(
+        self, temperature: Scalar, progress: Scalar, entropy: Scalar, critical: Scalar, k: int
+    ) -> Scalar:
+        tiny = torch.finfo(temperature.dtype).tiny
+        error = torch.log(self._target(progress, k) / entropy.clamp_min(tiny))
+        step = (self.gain * error).clamp(-_LARGEST_STEP, _LARGEST_STEP)
+        coldest, hottest = _positive(critical * _COLDEST), _positive(critical * _HOTTEST)
+        return (temperature * step.exp()).clamp(coldest, hottest)
+
+    def _target(self, progress: Scalar, k: int) -> Scalar:
+        """The entropy asked for, in nats."""
+        log_perplexity = math.log(self.start) + progress * math.log(self.end / self.start)
+        return log_perplexity.clamp_max(math.log(k) / 2)
+
+
+def _positive(temperature: Scalar) -> Scalar:
+    """Tokens that are all equal have Tc = 0, and no temperature matters to them."""
+    return temperature.clamp_min(1e4 * torch.finfo(temperature.dtype).tiny)
+
+
+TemperaturePolicy = EntropyTemperature | AnnealedTemperature | FixedTemperature
