@@ -1,7 +1,7 @@
-"""The mathematics of Deep Dual Competitive Learning (DDCL-Attention, arXiv 2604.03850) as pure functions.
+"""The mathematics of Deep Dual Competitive Learning (arXiv 2604.03850) as pure functions of tensors.
 
 Tokens z_n are softly assigned to prototypes p_k by q_nk = softmax_k(-|z_n - p_k|² / T) and leave as
-the soft centroid mu_n = sum_k q_nk p_k. Modules, configuration and temperature policies live elsewhere.
+the soft centroid mu_n = sum_k q_nk p_k; modules, configuration and temperature rules are elsewhere.
 """
 
 from collections.abc import Iterator
@@ -225,7 +225,7 @@ def _checked_temperature(temperature: float | Tensor, z: Tensor) -> Tensor:
         t = temperature.to(z)
         if t.is_cuda or torch.compiler.is_compiling():
             return t
-        value = t.item()
+        value = temperature.item()
     else:
         value = temperature
         t = z.new_tensor(value)
@@ -312,7 +312,7 @@ def _soft_assignment(
 
 @_soft_assignment.register_fake
 def _(z: Tensor, p: Tensor, temperature: Tensor, weights: Tensor):
-    n, k = len(z), len(p)
+    n, k = z.shape[0], p.shape[0]  # len() would pin n to the traced batch
     indices = torch.empty(n, dtype=torch.int64, device=z.device)
     scalars = (z.new_empty(n) for _ in range(3))
     return torch.empty_like(z), *scalars, z.new_empty(k), indices
@@ -422,4 +422,4 @@ def _nearest(z: Tensor, p: Tensor) -> Tensor:
 
 @_nearest.register_fake
 def _(z: Tensor, p: Tensor) -> Tensor:
-    return torch.empty(len(z), dtype=torch.int64, device=z.device)
+    return torch.empty(z.shape[0], dtype=torch.int64, device=z.device)

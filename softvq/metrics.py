@@ -145,13 +145,22 @@ class Reconstruction(_SplitSums):
     ssim_images: Tensor
     lpips_images: Tensor
 
-    def __init__(self, perceptual: lpips.LPIPS | str = "not asked for", channels: int = 3) -> None:
-        """`perceptual` comes from `load_perceptual`, `channels` is the number in the images."""
+    def __init__(
+        self,
+        perceptual: lpips.LPIPS | str = "not asked for",
+        channels: int = 3,
+        with_ssim: bool = True,
+    ) -> None:
+        """`perceptual` comes from `load_perceptual`, `channels` is the number in the images.
+
+        SSIM costs more than a small autoencoder does; `with_ssim=False` leaves it out.
+        """
         super().__init__()
         if channels not in (1, 3):
             perceptual = f"LPIPS takes 1 or 3 channels, not {channels}"
         self.channels = channels
         self.perceptual = perceptual
+        self.with_ssim = with_ssim
         self.absent: dict[str, str] = {}
         for name in ("squared_error", "colour", "colour_squared"):
             self.add_state(name, torch.zeros(channels, dtype=torch.float64), "sum")
@@ -172,7 +181,7 @@ class Reconstruction(_SplitSums):
         self.images += b
         self.pixels += b * h * w
         with torch.autocast(image.device.type, enabled=False):
-            if b and min(h, w) >= _WINDOW:
+            if self.with_ssim and b and min(h, w) >= _WINDOW:
                 self.ssim_sum += _ssim(reconstruction, image).double().sum()
                 self.ssim_images += b
             if b and min(h, w) >= _ALEXNET_SIDE and not isinstance(self.perceptual, str):
@@ -194,10 +203,11 @@ class Reconstruction(_SplitSums):
         }
         small = "some images are smaller than {0} x {0} pixels".format
         missing = self.perceptual if isinstance(self.perceptual, str) else small(_ALEXNET_SIDE)
+        no_ssim = small(_WINDOW) if self.with_ssim else "not asked for"
         rounding = 1e-12 * self.colour_squared.sum()
         self.absent = {
             **({"nmse": "all pixels have the same colour"} if deviation <= rounding else {}),
-            **({"ssim": small(_WINDOW)} if self.ssim_images < self.images else {}),
+            **({"ssim": no_ssim} if self.ssim_images < self.images else {}),
             **({"lpips": missing} if self.lpips_images < self.images else {}),
         }
         return {name: value for name, value in values.items() if name not in self.absent}

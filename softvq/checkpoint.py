@@ -1,0 +1,211 @@
+"""Run folders: `config.json`, `metrics.jsonl`, `model.safetensors`, training state and report.
+
+The only reader and writer of that format; nothing is pickled, and every file is written under a
+temporary name and renamed. What the training state means is known to `softvq.training`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from softvq.autoencoder import VQVAE, VQVAEConfig
+from softvq.quantizers import REGISTRY
+from softvq.temperature import AnnealedTemperature, EntropyTemperature, FixedTemperature
+
+FORMAT = 1
+CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
+STATE, REPORT = "state.safetensors", "report.json"
+
+_CONFIG_CLASSES = {
+    config_class.__name__: config_class
+    for config_class in (
+        VQVAEConfig,
+        *(method.config_class for method in REGISTRY.values()),
+        EntropyTemperature,
+        AnnealedTemperature,
+        FixedTemperature,
+    )
+}
+
+
+def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> VQVAE:
+    """The trained model of a run folder, in eval mode.
+
+    Raises ValueError for a folder that is no run, a file that is damaged or of another format, and
+    weights that do not fit the configuration.
+    """
+    config = read_config(run)
+    model = VQVAE(decode_config(config["model"], VQVAEConfig))
+    load_weights(model, Path(run) / MODEL)
+    return model.to(device).eval()
+
+
+def save_model(run: str | os.PathLike, model: VQVAE, **sections: Any) -> None:
+    """Writes what `load` reads; `sections` are further dataclasses for `config.json`.
+
+    Raises ValueError if the folder holds a run with another configuration.
+    """
+    write_config(run, model=model.config, **sections)
+    write_tensors(Path(run) / MODEL, weights(model))
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The state dict under the names of the plain module, whatever wraps or compiled it."""
+    return {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Fills `model`. Raises ValueError that names the first entry that does not fit."""
+    given, _ = read_tensors(path)
+    wanted = weights(model)
+    for name in [*wanted, *given]:
+        if name not in given or name not in wanted:
+            where = "is missing from" if name not in given else "is unknown, but in"
+            raise ValueError(f"{name} {where} {path}")
+        if given[name].shape != wanted[name].shape:
+            found, expected = tuple(given[name].shape), tuple(wanted[name].shape)
+            raise ValueError(f"{name} has shape {found} in {path}; the model has {expected}")
+    model.load_state_dict(given)
+
+
+def write_config(run: str | os.PathLike, **sections: Any) -> None:
+    """Writes `config.json`, or checks it: a folder made with another configuration is refused.
+
+    Raises ValueError that names the first setting that differs, with both values.
+    """
+    content = {"format": FORMAT, **{name: encode_config(part) for name, part in sections.items()}}
+    path = Path(run) / CONFIG
+    if path.exists():
+        difference = _first_difference(read_config(run), content)
+        if difference:
+            raise ValueError(f"{run} holds a run with another configuration: {difference}")
+        return
+    write_json(path, content)
+
+
+def read_config(run: str | os.PathLike) -> dict[str, Any]:
+    """`config.json` as plain data. Raises ValueError for a missing one or another format."""
+    content = read_json(Path(run) / CONFIG)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{Path(run) / CONFIG} has format {found}; this version reads {FORMAT}")
+    return content
+
+
+def encode_config(config: Any) -> Any:
+    """A dataclass as plain data, its class under `type`."""
+    if not is_dataclass(config):
+        return config
+    values = {f.name: encode_config(getattr(config, f.name)) for f in fields(config)}
+    return {"type": type(config).__name__, **values}
+
+
+def decode_config(content: Any, expected: type) -> Any:
+    """Inverts `encode_config` for a model's configuration.
+
+    Raises ValueError for an unknown class, and for fields that are missing or unknown.
+    """
+    if not isinstance(content, dict):
+        return content
+    name = content.get("type")
+    if name not in _CONFIG_CLASSES:
+        raise ValueError(f"unknown configuration {name!r}; known are {', '.join(_CONFIG_CLASSES)}")
+    config_class = _CONFIG_CLASSES[name]
+    if not issubclass(config_class, expected):
+        raise ValueError(f"expected a {expected.__name__}, got a {name}")
+    known, given = {f.name for f in fields(config_class)}, set(content) - {"type"}
+    if known != given:
+        names = ", ".join(sorted(known ^ given))
+        raise ValueError(f"{name} does not have the same fields in this version: {names}")
+    return config_class(**{key: decode_config(content[key], object) for key in known})
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """One safetensors file, whole or not at all."""
+    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    _write(path, save(contiguous, dict(metadata or {})))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors on the CPU and metadata. Raises ValueError for a file missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """One JSON file, whole or not at all; numbers that are not finite become null."""
+    _write(path, (json.dumps(strict(content), indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError for a file missing or damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_records(run: str | os.PathLike) -> list[dict[str, Any]]:
+    """The epochs of `metrics.jsonl`, one dict each; none if there is no file."""
+    path = Path(run) / METRICS
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def write_records(run: str | os.PathLike, records: list[dict[str, Any]]) -> None:
+    """Writes `metrics.jsonl`, one JSON object a line."""
+    lines = "".join(f"{json.dumps(strict(record))}\n" for record in records)
+    _write(Path(run) / METRICS, lines.encode())
+
+
+def strict(content: Any) -> Any:
+    """Plain data that any JSON reader takes: numbers that are not finite become None."""
+    if isinstance(content, dict):
+        return {key: strict(value) for key, value in content.items()}
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _first_difference(old: Any, new: Any, name: str = "") -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*old, *(key for key in new if key not in old)]
+        parts = (
+            _first_difference(old.get(key, "absent"), new.get(key, "absent"), f"{name}.{key}")
+            for key in keys
+        )
+        return next(filter(None, parts), "")
+    return "" if old == new else f"{name.lstrip('.')} is {old!r} there and {new!r} here"

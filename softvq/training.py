@@ -1,0 +1,352 @@
+"""How a VQ-VAE is trained and evaluated: recipe, losses, parameter groups, schedule, one step.
+
+The loop, the files and the printing are in the program that uses this.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from softvq import ddcl
+from softvq.autoencoder import VQVAE, VQVAEConfig, VQVAEOutput, crop
+from softvq.data import DataConfig, ImageSet, to_float
+from softvq.metrics import CodebookUsage, Reconstruction
+from softvq.quantizers import Codebook, DDCLCodebook
+
+# Tokens for every code in the buffer that a codebook starts from.
+_TOKENS_PER_CODE = 16
+_EVALUATION_BATCH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The recipe: Adam, a cosine to zero, and prototypes that learn faster than the encoder."""
+
+    epochs: int = 20
+    """Passes over the training images."""
+    batch_size: int = 128
+    """Images in a step; the last batch of an epoch may be smaller."""
+    lr: float = 3e-4
+    """Learning rate of encoder and decoder at the start of the cosine."""
+    eps: float = 1.0
+    """lr / learning rate of the prototypes, in (0, 1]; 0.01 to 0.1 for DDCL."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs the convolutions under autocast; the quantizer is float32 always."""
+    channels_last: bool = True
+    """Memory layout of the convolutions."""
+    seed: int = 0
+    """Of weights, data order and every random choice in between."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
+        if not 0 < self.eps <= 1:
+            raise ValueError(f"eps must lie in (0, 1], got {self.eps}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision must be float32 or bfloat16, got {self.precision!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that a result depends on."""
+
+    model: VQVAEConfig = field(default_factory=VQVAEConfig)
+    """Architecture."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Images."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Recipe."""
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss of a step is NaN or infinite; the weights are those from before the step."""
+
+
+class Sums:
+    """Sums over the batches of an epoch, in float64: means that do not depend on batch sizes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor | float) -> None:
+        """Adds each value to the sum of its name."""
+        for name, value in values.items():
+            value = torch.as_tensor(value).detach().double().cpu()
+            self.tensors[name] = self.tensors.get(name, torch.zeros_like(value)) + value
+
+    def mean(self, name: str, count: str) -> float:
+        """The sum `name` over the sum `count`."""
+        return (self.tensors[name] / self.tensors[count]).item()
+
+
+def param_groups(model: nn.Module, lr: float, eps: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: all but prototypes at `lr`, prototypes at `lr / eps`."""
+    banks = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, Codebook)
+        for parameter in module.parameters()
+    }
+    others = [parameter for parameter in model.parameters() if parameter not in banks]
+    groups = [{"params": others, "lr": lr, "name": "network"}]
+    if banks:
+        ordered = [parameter for parameter in model.parameters() if parameter in banks]
+        groups.append({"params": ordered, "lr": lr / eps, "name": "prototypes"})
+    return groups
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Adam:
+    """Adam over `param_groups`."""
+    return torch.optim.Adam(param_groups(model, config.lr, config.eps))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, done: float) -> None:
+    """A cosine from the full rate at `done` = 0 to zero at 1, the same for both groups."""
+    factor = (1 + math.cos(math.pi * done)) / 2
+    for group in optimizer.param_groups:
+        rate = config.lr / config.eps if group["name"] == "prototypes" else config.lr
+        group["lr"] = rate * factor
+
+
+def codebooks(model: nn.Module) -> list[Codebook]:
+    """The quantizers of a model, one per level."""
+    return [module for module in model.modules() if isinstance(module, Codebook)]
+
+
+def prepare(model: VQVAE, images: ImageSet, total_steps: int) -> None:
+    """Places the prototypes by the latents of the first images, and sets schedules to their length.
+
+    The images are in an order by hash, so the first are a sample.
+    """
+    (codebook,) = codebooks(model)
+    if isinstance(codebook, DDCLCodebook):
+        codebook.schedule_steps = total_steps
+    if codebook.initialized:
+        return
+    wanted, latents = _TOKENS_PER_CODE * codebook.codebook_size, []
+    model.train()
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        # A plain mean: a moving one would remember for long that the variance started at 1.
+        norm.momentum = None
+    with torch.no_grad():
+        for x in batches(model, images):
+            latents.append(rearrange(model.latents(x), "b h w d -> (b h w) d"))
+            if sum(map(len, latents)) >= wanted:
+                break
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    codebook.initialize(torch.cat(latents))
+
+
+def batches(model: nn.Module, images: ImageSet) -> Iterator[Float[Tensor, "b c h w"]]:
+    """The images in order, as the model takes them."""
+    device = next(model.parameters()).device
+    for pixels in images.batches(torch.arange(len(images)), _EVALUATION_BATCH):
+        yield to_float(pixels.to(device))
+
+
+def epoch_order(images: ImageSet, seed: int, epoch: int) -> Tensor:
+    """The order of the images in one epoch: a function of nothing but seed and epoch."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(len(images), generator=generator)
+
+
+def pixel_variance(images: ImageSet) -> float:
+    """Variance of all channels of the images in [-1, 1]: the scale of the reconstruction loss."""
+    sums = Sums()
+    for pixels in images.batches(torch.arange(len(images)), _EVALUATION_BATCH):
+        x = to_float(pixels).double()
+        sums.add(count=float(x.numel()), first=x.sum(), second=x.square().sum())
+    variance = sums.mean("second", "count") - sums.mean("first", "count") ** 2
+    # Images of one colour cannot set a scale.
+    return variance if variance > 1e-6 else 1.0
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pixels: UInt8[Tensor, "b c h w"],
+    variance: float,
+    config: TrainConfig,
+) -> tuple[VQVAEOutput, Tensor]:
+    """One update by mse / variance + the quantizers' losses; returns the output and the mse.
+
+    Raises NonFiniteLoss before anything is updated by a loss that is not finite.
+    """
+    device = next(model.parameters()).device
+    x = to_float(pixels.to(device, non_blocking=True))
+    if config.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
+        output = model(x)
+    mse = (output.reconstruction.float() - x).square().mean()
+    loss = mse / variance + output.loss
+    if not loss.isfinite():
+        raise NonFiniteLoss(f"the loss is {loss.item()}")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return output, mse
+
+
+def training_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sums: Sums
+) -> dict[str, Tensor]:
+    """All that the next step depends on, as named tensors: a run continues bit for bit from it."""
+    state = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            state[f"optimizer/{name}/{key}"] = value
+    state |= {f"sums/{name}": value for name, value in sums.tensors.items()}
+    state["random/cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state["random/cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> Sums:
+    """Puts `training_state` back and returns its sums. Raises ValueError if it does not fit."""
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    for name, value in state.items():
+        part, _, rest = name.partition("/")
+        parts[part][rest] = value
+    try:
+        model.load_state_dict(parts["model"])
+    except RuntimeError as error:
+        raise ValueError(f"the training state does not fit the model: {error}") from None
+    for name, parameter in model.named_parameters():
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        moments = {key: parts["optimizer"].get(f"{name}/{key}") for key in keys}
+        # Adam counts its steps on the CPU; the moments live beside their parameter.
+        optimizer.state[parameter] = {
+            key: value if key == "step" else value.to(parameter.device)
+            for key, value in moments.items()
+            if value is not None
+        }
+    torch.set_rng_state(parts["random"]["cpu"])
+    if torch.cuda.is_available() and "cuda" in parts["random"]:
+        torch.cuda.set_rng_state(parts["random"]["cuda"])
+    sums = Sums()
+    sums.tensors = parts["sums"]
+    return sums
+
+
+_PARTS = ("model", "optimizer", "sums", "random")
+
+
+def add_step(sums: Sums, output: VQVAEOutput, mse: Tensor) -> None:
+    """Adds one training step to the sums of its epoch."""
+    images = float(len(output.reconstruction))
+    sums.add(images=images, mse=mse * images, loss=output.loss * images)
+    for number, level in enumerate(output.assignments):
+        _add_level(sums, number, level)
+
+
+def train_record(sums: Sums, model: nn.Module) -> dict[str, float]:
+    """The logged values of a training epoch."""
+    mse = sums.mean("mse", "images")
+    record = {
+        "train/psnr": 10 * math.log10(4 / max(mse, 1e-30)),
+        "train/quantizer_loss": sums.mean("loss", "images"),
+    }
+    for number, codebook in enumerate(codebooks(model)):
+        values = _level_values(sums, number)
+        if isinstance(codebook, DDCLCodebook):
+            values |= _temperatures(codebook)
+        record |= _named("train", values, number, len(codebooks(model)))
+    return record
+
+
+@torch.no_grad()
+def evaluate(
+    model: VQVAE, images: ImageSet, soft: Reconstruction, hard: Reconstruction
+) -> dict[str, float]:
+    """The logged values of a split, both ways of decoding labelled; the metrics are filled.
+
+    `bits_per_image` is what an ideal entropy coder needs for the codes, given their frequencies.
+    """
+    model.eval()
+    sums = Sums()
+    for x in batches(model, images):
+        levels = model.encode(x)
+        for metric, codes in (
+            (soft, tuple(level.soft for level in levels)),
+            (hard, tuple(level.quantized for level in levels)),
+        ):
+            metric.update(crop(model.decode(codes), x), x)
+        sums.add(images=float(len(x)))
+        for number, level in enumerate(levels):
+            _add_level(sums, number, level)
+    record = {}
+    for metric, label in ((soft, "soft"), (hard, "hard")):
+        values = {name: value.item() for name, value in metric.compute().items()}
+        record |= {f"test/{name}_{label}": value for name, value in values.items()}
+    bits = 0.0
+    for number, codebook in enumerate(codebooks(model)):
+        values = _level_values(sums, number) | _geometry(codebook, sums, number)
+        bits += values["bits_per_code"] * values["tokens"] / sums.tensors["images"].item()
+        record |= _named("test", values, number, len(codebooks(model)))
+    return record | {"test/bits_per_image": bits}
+
+
+def _add_level(sums: Sums, number: int, level: Any) -> None:
+    tokens = level.counts.sum()
+    means = {name: getattr(level, name) for name in _MEANS}
+    added = {name: value * tokens for name, value in means.items()}
+    totals = {"tokens": tokens, "counts": level.counts, "usage": level.usage}
+    sums.add(**{f"{number}/{name}": value for name, value in (added | totals).items()})
+
+
+_MEANS = ("reconstruction", "variance", "entropy", "spread")
+
+
+def _level_values(sums: Sums, number: int) -> dict[str, float]:
+    """Usage of the codes, and the split of L_q, of one level."""
+    means = {name: sums.mean(f"{number}/{name}", f"{number}/tokens") for name in _MEANS}
+    counts, usage = sums.tensors[f"{number}/counts"], sums.tensors[f"{number}/usage"]
+    codes = CodebookUsage(len(counts))
+    codes.update(counts, usage)
+    return {
+        **{name: value.item() for name, value in codes.compute().items()},
+        "l_ols": means["reconstruction"],
+        "variance": means["variance"],
+        "variance_ratio": means["variance"] / max(means["reconstruction"], 1e-30),
+        "token_perplexity": math.exp(means["entropy"]),
+        "spread": means["spread"],
+    }
+
+
+def _geometry(codebook: Codebook, sums: Sums, number: int) -> dict[str, float]:
+    """Whether the prototypes are apart, in units of the tokens' standard deviation."""
+    scale = math.sqrt(sums.mean(f"{number}/spread", f"{number}/tokens"))
+    separation = ddcl.separation(codebook.prototypes)
+    return {
+        "distinct_codes": ddcl.distinct_codes(codebook.prototypes, 0.01 * scale),
+        "effective_rank": ddcl.effective_rank(codebook.prototypes).item(),
+        "separation_min": separation.minimum.item() / max(scale, 1e-30),
+        "separation_mean": separation.mean.item() / max(scale, 1e-30),
+    }
+
+
+def _temperatures(codebook: DDCLCodebook) -> dict[str, float]:
+    temperature, critical = codebook.temperature.item(), codebook.critical.item()
+    return {"temperature": temperature, "temperature_ratio": temperature / max(critical, 1e-30)}
+
+
+def _named(split: str, values: dict[str, float], number: int, levels: int) -> dict[str, float]:
+    """Keys of `metrics.jsonl`; the level is named where there are several."""
+    suffix = f"_level{number + 1}" if levels > 1 else ""
+    return {f"{split}/{name}{suffix}": value for name, value in values.items()}

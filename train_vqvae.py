@@ -1,0 +1,331 @@
+"""Trains a named model: `python train_vqvae.py cifar10-ddcl --train.epochs 5`; without arguments,
+the quickstart.
+
+The loop, the log and the files are here; the mathematics is in `softvq`. The same command
+continues a run that was interrupted, bit for bit on a CPU as if it had never stopped.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from einops import repeat
+from tqdm import tqdm
+
+from models import MODELS
+from softvq import VQVAE, checkpoint, figures
+from softvq.autoencoder import crop
+from softvq.data import ImageSet, load_images
+from softvq.metrics import Reconstruction, load_perceptual
+from softvq.training import (
+    Experiment,
+    NonFiniteLoss,
+    Sums,
+    add_step,
+    batches,
+    build_optimizer,
+    codebooks,
+    epoch_order,
+    evaluate,
+    pixel_variance,
+    prepare,
+    restore,
+    set_learning_rate,
+    train_record,
+    train_step,
+    training_state,
+)
+
+QUICKSTART = ("photos-ddcl", "photos-vq", "photos-ema")
+CURVES = (
+    "test/utilisation",
+    "test/perplexity",
+    "test/psnr_hard",
+    "test/psnr_soft",
+    "test/distinct_codes",
+    "train/temperature_ratio",
+)
+SAVE_EVERY_SECONDS = 300
+REFRESH_EVERY_STEPS = 10
+SHOWN_IMAGES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Experiment):
+    """An experiment with what its result does not depend on."""
+
+    out: str = ""
+    """Run folder; by default runs/NAME-seedSEED."""
+    device: str = "auto"
+    """cpu, cuda, or auto for cuda where there is one."""
+    lpips_weights: str = ""
+    """File of torchvision's AlexNet for LPIPS; by default the one in torchvision's cache."""
+    tensorboard: bool = False
+    """Also write TensorBoard logs into the run folder."""
+
+
+class Interrupted(Exception):
+    """SIGINT came; the run is saved."""
+
+
+def parse(arguments: Sequence[str]) -> tuple[str, Run]:
+    """The model's name, and its run with the flags applied."""
+    choices = {
+        name: (name, Run(model=experiment.model, data=experiment.data, train=experiment.train))
+        for name, experiment in MODELS.items()
+    }
+    names = [argument for argument in arguments[:1] if argument in MODELS]
+    run = tyro.extras.overridable_config_cli(
+        choices,
+        prog="train_vqvae.py",
+        description=__doc__,
+        args=arguments,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    if not run.out:
+        run = replace(run, out=f"runs/{names[0]}-seed{run.train.seed}")
+    return names[0], run
+
+
+def train(name: str, run: Run) -> dict[str, Any]:
+    """Trains or continues the run and returns its report.
+
+    Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
+    Interrupted after SIGINT.
+    """
+    out = Path(run.out)
+    sections = dict(model=run.model, data=run.data, train=run.train)
+    if (out / checkpoint.CONFIG).exists():
+        checkpoint.write_config(out, **sections)
+    if (out / checkpoint.REPORT).exists():
+        print(f"{out} is finished", file=sys.stderr)
+        return checkpoint.read_json(out / checkpoint.REPORT)
+    perceptual = load_perceptual(run.lpips_weights)
+    images, test = load_images(run.data, "train"), load_images(run.data, "test")
+    print(f"{name}: {images.description}; {test.description}", file=sys.stderr)
+
+    torch.manual_seed(run.train.seed)
+    model = VQVAE(run.model).to(_device(run.device))
+    if run.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    checkpoint.write_config(out, **sections)
+    _train_epochs(model, images, test, run)
+
+    model = checkpoint.load(out, _device(run.device))
+    if not isinstance(perceptual, str):
+        perceptual = perceptual.to(_device(run.device))
+    soft, hard = (Reconstruction(perceptual, run.model.channels) for _ in range(2))
+    records = checkpoint.read_records(out)
+    report = {
+        "model": name,
+        "seed": run.train.seed,
+        "epochs": run.train.epochs,
+        "train_images": len(images),
+        "test_images": len(test),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": sum(record["seconds"] for record in records),
+        "seconds_per_epoch": sum(record["seconds"] for record in records) / len(records),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **evaluate(model, test, soft.to(_device(run.device)), hard.to(_device(run.device))),
+        "absent": hard.absent,
+        "figures": _draw(model, test, records, name, out),
+    }
+    checkpoint.write_json(out / checkpoint.REPORT, report)
+    return checkpoint.strict(report)
+
+
+def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> None:
+    """Every epoch that is still to do, logged and saved one by one."""
+    out, config = Path(run.out), run.train
+    steps = -(-len(images) // config.batch_size)
+    optimizer = build_optimizer(model, config)
+    variance = pixel_variance(images)
+    epoch, step, seconds, sums = _resume(out, model, optimizer)
+    prepare(model, images, steps * config.epochs)
+    records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
+
+    def save() -> None:
+        progress = {"epoch": str(epoch), "step": str(step), "seconds": repr(seconds)}
+        state = training_state(model, optimizer, sums)
+        checkpoint.write_tensors(out / checkpoint.STATE, state, progress)
+
+    with _interruptions() as interrupted, _tensorboard(run, out) as board:
+        while epoch < config.epochs:
+            order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
+            name = f"epoch {epoch + 1}/{config.epochs}"
+            bar = tqdm(total=steps, initial=step, desc=name, mininterval=1)
+            model.train()
+            started = saved = time.monotonic()
+            for pixels in images.batches(order, config.batch_size):
+                set_learning_rate(
+                    optimizer, config, (epoch * steps + step) / (config.epochs * steps)
+                )
+                try:
+                    output, mse = train_step(model, optimizer, pixels, variance, config)
+                except NonFiniteLoss as error:
+                    raise NonFiniteLoss(
+                        f"{error} in epoch {epoch + 1}, step {step + 1}; the last good state is "
+                        f"in {out}"
+                    ) from None
+                add_step(sums, output, mse)
+                step += 1
+                bar.update()
+                if step % REFRESH_EVERY_STEPS == 0:
+                    bar.set_postfix_str(_live(sums, model), refresh=False)
+                now = time.monotonic()
+                if interrupted() or now - saved > SAVE_EVERY_SECONDS:
+                    seconds, started, saved = seconds + now - started, now, now
+                    save()
+                if interrupted():
+                    bar.close()
+                    raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
+            bar.close()
+            seconds += time.monotonic() - started
+            record = {
+                "epoch": epoch + 1,
+                "steps": steps * (epoch + 1),
+                "seconds": seconds,
+                **train_record(sums, model),
+                **evaluate(model, test, *_quick_metrics(model)),
+            }
+            records.append(record)
+            checkpoint.write_records(out, records)
+            board(record)
+            epoch, step, seconds, sums = epoch + 1, 0, 0.0, Sums()
+            save()
+            print(_summary(record), file=sys.stderr)
+    checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
+
+
+def _resume(
+    out: Path, model: VQVAE, optimizer: torch.optim.Optimizer
+) -> tuple[int, int, float, Sums]:
+    """(epochs done, steps done in the next, its seconds, its sums) of what the folder holds."""
+    if not (out / checkpoint.STATE).exists():
+        return 0, 0, 0.0, Sums()
+    state, progress = checkpoint.read_tensors(out / checkpoint.STATE)
+    sums = restore(state, model, optimizer)
+    epoch, step = int(progress["epoch"]), int(progress["step"])
+    print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
+    return epoch, step, float(progress["seconds"]), sums
+
+
+def _quick_metrics(model: VQVAE) -> list[Reconstruction]:
+    """For soft and hard decoding; what is slow waits for the report."""
+    device = next(model.parameters()).device
+    channels = model.config.channels
+    return [Reconstruction(channels=channels, with_ssim=False).to(device) for _ in range(2)]
+
+
+def _live(sums: Sums, model: VQVAE) -> str:
+    record = train_record(sums, model)
+    parts = [f"{record['train/psnr']:.2f} dB"]
+    for suffix in ("", *(f"_level{number + 1}" for number in range(len(codebooks(model))))):
+        if f"train/utilisation{suffix}" in record:
+            used = record[f"train/utilisation{suffix}"]
+            parts.append(f"{used:.0%} used, perplexity {record[f'train/perplexity{suffix}']:.0f}")
+        if f"train/temperature_ratio{suffix}" in record:
+            parts.append(f"T/Tc {record[f'train/temperature_ratio{suffix}']:.3g}")
+    return ", ".join(parts)
+
+
+def _summary(record: dict[str, Any]) -> str:
+    shown = {key: value for key, value in record.items() if key in CURVES}
+    return f"epoch {record['epoch']}: " + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
+
+
+@torch.no_grad()
+def _draw(
+    model: VQVAE, test: ImageSet, records: list[dict[str, Any]], name: str, out: Path
+) -> list[str]:
+    """Curves, reconstructions and the atlas of the codes; returns the paths."""
+    x = next(batches(model, test))
+    levels = model.encode(x)
+    soft, hard = (
+        crop(model.decode(tuple(getattr(level, field) for level in levels)), x)[:SHOWN_IMAGES]
+        for field in ("soft", "quantized")
+    )
+    every_code = torch.arange(model.quantizer.codebook_size, device=x.device)
+    tiles = model.decode_indices((repeat(every_code, "k -> k h w", h=2, w=2),))
+    paths = [
+        figures.curves({name: records}, CURVES, out / "curves.png"),
+        figures.reconstructions(x[:SHOWN_IMAGES], soft, hard, out / "reconstructions.png"),
+        figures.atlas(tiles, levels[0].counts, out / "atlas.png"),
+    ]
+    return [str(path) for path in paths]
+
+
+@contextmanager
+def _interruptions() -> Iterator[Callable[[], bool]]:
+    """Tells whether SIGINT came; a second one stops at once."""
+    seen: list[int] = []
+
+    def note(number: int, _frame: Any) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _tensorboard(run: Run, out: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that logs one record, or does nothing."""
+    if not run.tensorboard:
+        yield lambda record: None
+        return
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and seldom wanted
+
+    with SummaryWriter(str(out / "tensorboard")) as writer:
+
+        def log(record: dict[str, Any]) -> None:
+            for key, value in record.items():
+                writer.add_scalar(key, value, record["epoch"])
+
+        yield log
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program; returns its exit status."""
+    if not arguments:
+        command = [sys.executable, "-m", "eval.compare", *QUICKSTART, "--out", "runs/quickstart"]
+        os.execv(sys.executable, command)
+    try:
+        report = train(*parse(arguments))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteLoss as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as stop:
+        print(f"{stop}; the same command continues it", file=sys.stderr)
+        return 130
+    print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
