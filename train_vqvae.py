@@ -5,7 +5,6 @@ The loop, the log and the files are here; the mathematics is in `softvq`. The sa
 continues a run that was interrupted, bit for bit on a CPU as if it had never stopped.
 """
 
-import json
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from softvq import VQVAE, checkpoint, figures
 from softvq.autoencoder import crop
 from softvq.data import ImageSet, load_images
 from softvq.metrics import Reconstruction, load_perceptual
+from softvq.program import Interrupted, run_program
 from softvq.training import (
     Experiment,
     NonFiniteLoss,
@@ -71,10 +71,6 @@ class Run(Experiment):
     """File of torchvision's AlexNet for LPIPS; by default the one in torchvision's cache."""
     tensorboard: bool = False
     """Also write TensorBoard logs into the run folder."""
-
-
-class Interrupted(Exception):
-    """SIGINT came; the run is saved."""
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, Run]:
@@ -141,7 +137,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
         "figures": _draw(model, test, records, name, out),
     }
     checkpoint.write_json(out / checkpoint.REPORT, report)
-    return checkpoint.strict(report)
+    return report
 
 
 def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> None:
@@ -312,19 +308,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         command = [sys.executable, "-m", "eval.compare", *QUICKSTART, "--out", "runs/quickstart"]
         os.execv(sys.executable, command)
-    try:
-        report = train(*parse(arguments))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except NonFiniteLoss as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except Interrupted as stop:
-        print(f"{stop}; the same command continues it", file=sys.stderr)
-        return 130
-    print(json.dumps(report, indent=2))
-    return 0
+    return run_program(lambda: train(*parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def write_json(path: Path, content: Any) -> None:
     """One JSON file, whole or not at all; numbers that are not finite become null."""
-    _write(path, (json.dumps(strict(content), indent=2) + "\n").encode())
+    write_text(path, json.dumps(strict(content), indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """One text file, whole or not at all."""
+    _write(path, text.encode())
 
 
 def read_json(path: Path) -> Any:
@@ -176,8 +181,8 @@ def read_records(run: str | os.PathLike) -> list[dict[str, Any]]:
 
 def write_records(run: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     """Writes `metrics.jsonl`, one JSON object a line."""
-    lines = "".join(f"{json.dumps(strict(record))}\n" for record in records)
-    _write(Path(run) / METRICS, lines.encode())
+    lines = (f"{json.dumps(strict(record))}\n" for record in records)
+    write_text(Path(run) / METRICS, "".join(lines))
 
 
 def strict(content: Any) -> Any:

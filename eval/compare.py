@@ -1,0 +1,191 @@
+"""Trains models side by side and compares them: `python -m eval.compare MODEL... --out DIR`.
+
+Network, data, order of the data, steps and seeds are the same for all, and are checked to be. The
+same command continues a study that was interrupted; what a run does is in `train_vqvae`.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from models import MODELS
+from softvq import checkpoint, figures
+from softvq.program import run_program
+from train_vqvae import CURVES, Run, parse, train
+
+COLUMNS = {
+    "test/psnr_soft": ("PSNR soft", "dB"),
+    "test/psnr_hard": ("PSNR hard", "dB"),
+    "test/ssim_hard": ("SSIM hard", ""),
+    "test/lpips_hard": ("LPIPS hard", ""),
+    "test/nmse_hard": ("NMSE hard", ""),
+    "test/utilisation": ("codes in use", "%"),
+    "test/perplexity": ("perplexity", ""),
+    "test/distinct_codes": ("distinct codes", ""),
+    "epochs_to_full_use": ("epochs to 100 %", ""),
+    "seconds_per_epoch": ("s / epoch", ""),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Flags after `--` go to every run, as in `-- --train.epochs 5 --data.source images.zip`."""
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Names of models; the first is what the others are compared with."""
+    seeds: tuple[int, ...] = (0,)
+    """One run of every model for each."""
+    out: str = "runs/compare"
+    """Folder of the study: one run folder for each model and seed, the table and the figure."""
+
+
+def plan(study: Study, flags: Sequence[str]) -> dict[str, list[Run]]:
+    """The runs of each model, one per seed.
+
+    Raises ValueError for unknown or repeated models and for models that do not share network,
+    data and length of training.
+    """
+    unknown = [name for name in study.models if name not in MODELS]
+    if unknown or not study.models:
+        raise ValueError(f"models must be among {', '.join(MODELS)}; got {', '.join(unknown)}")
+    if len(set(study.models)) < len(study.models) or len(set(study.seeds)) < len(study.seeds):
+        raise ValueError("a model or a seed is given twice")
+    runs = {}
+    for name in study.models:
+        _, run = parse([name, *flags])
+        runs[name] = [
+            replace(
+                run,
+                train=replace(run.train, seed=seed),
+                out=str(Path(study.out) / f"{name}-seed{seed}"),
+            )
+            for seed in study.seeds
+        ]
+    first, shared = study.models[0], {name: _shared(part[0]) for name, part in runs.items()}
+    for name, values in shared.items():
+        for key, value in values.items():
+            if value != shared[first][key]:
+                raise ValueError(
+                    f"{name} and {first} cannot be compared: {key} is {value} and "
+                    f"{shared[first][key]}"
+                )
+    return runs
+
+
+def _shared(run: Run) -> dict[str, Any]:
+    """What has to be equal; normalisation and the ratio of learning rates belong to the method."""
+    config = run.model
+    return {
+        "codebook_size": config.quantizer.codebook_size,
+        "dim": config.quantizer.dim,
+        "network": (
+            config.channels,
+            config.hidden,
+            config.residual_blocks,
+            config.residual_hidden,
+            config.downsamplings,
+        ),
+        "data": run.data,
+        "epochs": run.train.epochs,
+        "batch_size": run.train.batch_size,
+        "lr": run.train.lr,
+        "precision": run.train.precision,
+    }
+
+
+def summarize(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and spread of every number: sample standard deviation, None for a single seed.
+
+    The mean is None when a seed has no value, such as one that never came to full use.
+    """
+    summary = {}
+    for name in reports[0]:
+        given = [report.get(name) for report in reports]
+        if not all(isinstance(value, int | float | None) for value in given):
+            continue
+        values = [value for value in given if value is not None]
+        whole = len(values) == len(given)
+        summary[name] = {
+            "mean": statistics.fmean(values) if whole else None,
+            "sd": statistics.stdev(values) if whole and len(values) > 1 else None,
+        }
+    return summary
+
+
+def epochs_to_full_use(records: Sequence[dict[str, Any]]) -> int | None:
+    """The first epoch after which every code is in use on the test split, if there is one."""
+    full = (record["epoch"] for record in records if record["test/utilisation"] == 1)
+    return next(full, None)
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """The comparison in Markdown; what is missing everywhere has no column."""
+    shown = {
+        key: heading
+        for key, heading in COLUMNS.items()
+        if any(key in summary for summary in summaries.values())
+    }
+    heads = [f"{name} [{unit}]" if unit else name for name, unit in shown.values()]
+    lines = [["model", *heads], ["---"] * (len(shown) + 1)]
+    for name, summary in summaries.items():
+        cells = [_cell(summary.get(key), 100 if shown[key][1] == "%" else 1) for key in shown]
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: dict[str, Any] | None, scale: float) -> str:
+    if value is None:
+        return "-"
+    if value["mean"] is None:
+        return "never"
+    spread = "" if value["sd"] is None else f" ± {scale * value['sd']:.2g}"
+    return f"{scale * value['mean']:.4g}{spread}"
+
+
+def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:
+    """Runs or continues the study, writes `compare.json`, `compare.md` and `curves.png`."""
+    runs = plan(study, flags)
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    records: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in runs}
+    # One seed of every model before the next: a study cut short is still a comparison.
+    for index, seed in enumerate(study.seeds):
+        for name in runs:
+            print(f"{name}, seed {seed}", file=sys.stderr)
+            report = train(name, runs[name][index])
+            history = checkpoint.read_records(runs[name][index].out)
+            records[name].append(history)
+            reports[name].append(report | {"epochs_to_full_use": epochs_to_full_use(history)})
+    summaries = {name: summarize(part) for name, part in reports.items()}
+    out = Path(study.out)
+    result = {
+        "seeds": list(study.seeds),
+        "flags": list(flags),
+        "models": summaries,
+        "absent": reports[study.models[0]][0]["absent"],
+        "figures": [
+            str(figures.curves(records, CURVES, out / "curves.png")),
+            *(path for part in reports.values() for path in part[0]["figures"]),
+        ],
+    }
+    checkpoint.write_json(out / "compare.json", result)
+    text = table(summaries)
+    checkpoint.write_text(out / "compare.md", text + "\n")
+    notes = [f"no {key}: {reason}" for key, reason in result["absent"].items()]
+    print("\n".join([text, *notes, "figures:", *result["figures"]]), file=sys.stderr)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program; returns its exit status."""
+    cut = list(arguments).index("--") if "--" in arguments else len(arguments)
+    study = tyro.cli(Study, args=arguments[:cut], description=__doc__)
+    return run_program(lambda: compare(study, arguments[cut + 1 :]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

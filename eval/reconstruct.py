@@ -1,0 +1,68 @@
+"""Evaluates a trained run: `python -m eval.reconstruct RUN [--data PATH]` prints one JSON object.
+
+The measures are in `softvq.metrics`, and the loop over the images in `softvq.training`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from softvq import checkpoint
+from softvq.data import DataConfig, load_images
+from softvq.metrics import Reconstruction, load_perceptual
+from softvq.program import run_program
+from softvq.training import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What to evaluate, and on which images."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Run folder."""
+    data: str = ""
+    """A data set by name, a folder or a zip, of which the test split is taken; by default the one
+    that the run was trained on."""
+    test_images: int = 0
+    """Number of images; 0 is all."""
+    lpips_weights: str = ""
+    """File of torchvision's AlexNet for LPIPS; by default the one in torchvision's cache."""
+    device: str = "cpu"
+    """Where to compute."""
+
+
+def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
+    """The measures of the test split. Raises ValueError for a run or data that cannot be used."""
+    device = torch.device(evaluation.device)
+    model = checkpoint.load(evaluation.run, device)
+    stored = checkpoint.read_config(evaluation.run).get("data", {})
+    trained_on = DataConfig(**{key: value for key, value in stored.items() if key != "type"})
+    data = replace(
+        trained_on,
+        source=evaluation.data or trained_on.source,
+        test_images=evaluation.test_images,
+    )
+    perceptual = load_perceptual(evaluation.lpips_weights)
+    images = load_images(data, "test")
+    soft, hard = (Reconstruction(perceptual, model.config.channels).to(device) for _ in range(2))
+    return {
+        "run": evaluation.run,
+        "data": images.description,
+        "images": len(images),
+        **evaluate(model, images, soft, hard),
+        "absent": hard.absent,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program; returns its exit status."""
+    evaluation = tyro.cli(Evaluation, args=arguments, description=__doc__)
+    return run_program(lambda: reconstruct(evaluation))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
