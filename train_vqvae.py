@@ -25,7 +25,7 @@ from softvq import VQVAE, checkpoint, figures
 from softvq.autoencoder import crop
 from softvq.data import ImageSet, load_images
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import Interrupted, run_program
+from softvq.program import Interrupted, find_device, run_program
 from softvq.training import (
     Experiment,
     NonFiniteLoss,
@@ -110,15 +110,15 @@ def train(name: str, run: Run) -> dict[str, Any]:
     print(f"{name}: {images.description}; {test.description}", file=sys.stderr)
 
     torch.manual_seed(run.train.seed)
-    model = VQVAE(run.model).to(_device(run.device))
+    model = VQVAE(run.model).to(find_device(run.device))
     if run.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     checkpoint.write_config(out, **sections)
     _train_epochs(model, images, test, run)
 
-    model = checkpoint.load(out, _device(run.device))
+    model = checkpoint.load(out, find_device(run.device))
     if not isinstance(perceptual, str):
-        perceptual = perceptual.to(_device(run.device))
+        perceptual = perceptual.to(find_device(run.device))
     soft, hard = (Reconstruction(perceptual, run.model.channels) for _ in range(2))
     records = checkpoint.read_records(out)
     report = {
@@ -132,7 +132,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
         "seconds_per_epoch": sum(record["seconds"] for record in records) / len(records),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **evaluate(model, test, soft.to(_device(run.device)), hard.to(_device(run.device))),
+        **evaluate(model, test, soft.to(find_device(run.device)), hard.to(find_device(run.device))),
         "absent": hard.absent,
         "figures": _draw(model, test, records, name, out),
     }
@@ -169,9 +169,13 @@ def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> N
                 try:
                     output, mse = train_step(model, optimizer, pixels, variance, config)
                 except NonFiniteLoss as error:
+                    bar.close()
+                    saved_state = (out / checkpoint.STATE).exists()
+                    rest = (
+                        f"the last good state is in {out}" if saved_state else "no state was saved"
+                    )
                     raise NonFiniteLoss(
-                        f"{error} in epoch {epoch + 1}, step {step + 1}; the last good state is "
-                        f"in {out}"
+                        f"{error} in epoch {epoch + 1}, step {step + 1}; {rest}"
                     ) from None
                 add_step(sums, output, mse)
                 step += 1
@@ -200,6 +204,8 @@ def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> N
             epoch, step, seconds, sums = epoch + 1, 0, 0.0, Sums()
             save()
             print(_summary(record), file=sys.stderr)
+            if interrupted():
+                raise Interrupted(f"{out}: stopped after epoch {epoch}")
     checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
 
 
@@ -211,6 +217,8 @@ def _resume(
         return 0, 0, 0.0, Sums()
     state, progress = checkpoint.read_tensors(out / checkpoint.STATE)
     sums = restore(state, model, optimizer)
+    if not {"epoch", "step", "seconds"} <= progress.keys():
+        raise ValueError(f"the training state in {out} does not say how far it is")
     epoch, step = int(progress["epoch"]), int(progress["step"])
     print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
     return epoch, step, float(progress["seconds"]), sums
@@ -292,15 +300,6 @@ def _tensorboard(run: Run, out: Path) -> Iterator[Callable[[dict[str, Any]], Non
                 writer.add_scalar(key, value, record["epoch"])
 
         yield log
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import torch
 import tyro
 
 from softvq import checkpoint
 from softvq.data import DataConfig, load_images
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import run_program
+from softvq.program import find_device, run_program
 from softvq.training import evaluate
 
 
@@ -37,10 +36,12 @@ class Evaluation:
 
 def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
     """The measures of the test split. Raises ValueError for a run or data that cannot be used."""
-    device = torch.device(evaluation.device)
+    device = find_device(evaluation.device)
     model = checkpoint.load(evaluation.run, device)
-    stored = checkpoint.read_config(evaluation.run).get("data", {})
-    trained_on = DataConfig(**{key: value for key, value in stored.items() if key != "type"})
+    trained_on = _stored_data(evaluation.run)
+    if not (trained_on or evaluation.data):
+        raise ValueError(f"{evaluation.run} does not say what it was trained on; give --data")
+    trained_on = trained_on or DataConfig()
     data = replace(
         trained_on,
         source=evaluation.data or trained_on.source,
@@ -56,6 +57,16 @@ def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
         **evaluate(model, images, soft, hard),
         "absent": hard.absent,
     }
+
+
+def _stored_data(run: str) -> DataConfig | None:
+    stored = checkpoint.read_config(run).get("data")
+    if stored is None:
+        return None
+    try:
+        return DataConfig(**{key: value for key, value in stored.items() if key != "type"})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the data in {run}/{checkpoint.CONFIG} cannot be read: {error}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

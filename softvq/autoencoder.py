@@ -70,7 +70,7 @@ class VQVAE(nn.Module):
         """Pixels in height and width that one code stands for."""
         return 2**self.config.downsamplings
 
-    def latents(self, x: Images) -> Float[Tensor, "b h w d"]:
+    def latents(self, x: Images) -> Float[Tensor, "b i j d"]:
         """What the quantizer is given; edges are repeated up to a multiple of the stride.
 
         Raises ValueError for images with another number of channels.
@@ -87,13 +87,13 @@ class VQVAE(nn.Module):
         """One `Assignment` per level: a tuple of one."""
         return (self.quantizer.assign(self.latents(x)),)
 
-    def decode(self, quantized: tuple[Float[Tensor, "b h w d"], ...]) -> Images:
+    def decode(self, quantized: tuple[Float[Tensor, "b i j d"], ...]) -> Images:
         """Images from the codes of each level; multiples of the stride in height and width."""
         (codes,) = quantized
         weight = next(self.decoder.parameters())
         return self.decoder(rearrange(codes, "b h w d -> b d h w").to(weight.dtype))
 
-    def decode_indices(self, indices: tuple[Int[Tensor, "b h w"], ...]) -> Images:
+    def decode_indices(self, indices: tuple[Int[Tensor, "b i j"], ...]) -> Images:
         """Images from the indices of each level; the same, bit for bit, as decoding their codes."""
         (grid,) = indices
         return self.decode((self.quantizer.indices_to_codes(grid),))
@@ -125,16 +125,16 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             nn.ReLU(),
-            nn.Conv2d(channels, hidden, 3, padding=1, bias=False),
+            nn.Conv2d(channels, hidden, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(hidden, channels, 1, bias=False),
+            nn.Conv2d(hidden, channels, 1),
         )
 
     def forward(self, x: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
         return x + self.layers(x)
 
 
-def crop(images: Images, like: Images) -> Images:
+def crop(images: Float[Tensor, "b c _ _"], like: Images) -> Images:
     """The top left of `images`, in the height and width of `like`."""
     return images[:, :, : like.shape[2], : like.shape[3]]
 
@@ -155,7 +155,7 @@ def _encoder(config: VQVAEConfig) -> nn.Sequential:
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Conv2d(before, after, 4, stride=2, padding=1), nn.ReLU()]
-    layers += [nn.Conv2d(widths[-1], config.hidden, 3, padding=1)]
+    layers += [nn.Conv2d(widths[-1], config.hidden, 3, padding=1), nn.ReLU()]
     layers += _residual_blocks(config)
     return nn.Sequential(*layers, nn.Conv2d(config.hidden, config.quantizer.dim, 1))
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,7 +44,7 @@ def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> VQVAE:
     weights that do not fit the configuration.
     """
     config = read_config(run)
-    model = VQVAE(decode_config(config["model"], VQVAEConfig))
+    model = VQVAE(decode_config(config.get("model"), VQVAEConfig))
     load_weights(model, Path(run) / MODEL)
     return model.to(device).eval()
 
@@ -60,7 +60,10 @@ def save_model(run: str | os.PathLike, model: VQVAE, **sections: Any) -> None:
 
 def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """The state dict under the names of the plain module, whatever wraps or compiled it."""
-    return {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+    return {
+        name.replace("_orig_mod.", "").removeprefix("module."): value
+        for name, value in model.state_dict().items()
+    }
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -109,24 +112,41 @@ def encode_config(config: Any) -> Any:
     return {"type": type(config).__name__, **values}
 
 
-def decode_config(content: Any, expected: type) -> Any:
+def decode_config(content: Any, expected: Any) -> Any:
     """Inverts `encode_config` for a model's configuration.
 
-    Raises ValueError for an unknown class, and for fields that are missing or unknown.
+    Raises ValueError for an unknown class, for fields that are missing or unknown, and for values
+    of another type.
     """
+    wanted = getattr(expected, "__name__", expected)
     if not isinstance(content, dict):
-        return content
+        raise ValueError(f"expected a {wanted}, got {content!r}")
     name = content.get("type")
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown configuration {name!r}; known are {', '.join(_CONFIG_CLASSES)}")
     config_class = _CONFIG_CLASSES[name]
     if not issubclass(config_class, expected):
-        raise ValueError(f"expected a {expected.__name__}, got a {name}")
+        raise ValueError(f"expected a {wanted}, got a {name}")
     known, given = {f.name for f in fields(config_class)}, set(content) - {"type"}
     if known != given:
         names = ", ".join(sorted(known ^ given))
         raise ValueError(f"{name} does not have the same fields in this version: {names}")
-    return config_class(**{key: decode_config(content[key], object) for key in known})
+    types = get_type_hints(config_class)
+    return config_class(
+        **{key: _decode_value(content[key], types[key], f"{name}.{key}") for key in known}
+    )
+
+
+def _decode_value(content: Any, expected: Any, name: str) -> Any:
+    if isinstance(content, dict):
+        return decode_config(content, expected)
+    if get_origin(expected) is Literal:
+        fits = content in get_args(expected)
+    else:
+        fits = isinstance(content, int | float if expected is float else expected)
+    if not fits:
+        raise ValueError(f"{name} cannot be {content!r}")
+    return content
 
 
 def write_tensors(
@@ -189,6 +209,8 @@ def strict(content: Any) -> Any:
     """Plain data that any JSON reader takes: numbers that are not finite become None."""
     if isinstance(content, dict):
         return {key: strict(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [strict(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 

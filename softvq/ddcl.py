@@ -1,4 +1,4 @@
-"""The mathematics of Deep Dual Competitive Learning (arXiv 2604.03850) as pure functions of tensors.
+"""The mathematics of Deep Dual Competitive Learning (arXiv 2604.03850) as pure tensor functions.
 
 Tokens z_n are softly assigned to prototypes p_k by q_nk = softmax_k(-|z_n - p_k|² / T) and leave as
 the soft centroid mu_n = sum_k q_nk p_k; modules, configuration and temperature rules are elsewhere.
@@ -16,7 +16,7 @@ Gradient = Literal["detached", "full"]
 
 # The row-wise argmax looks at groups of this many codes: a vectorised maximum inside each group,
 # then an ordinary argmax over the groups and inside the best one.
-_GROUP = 32
+_GROUP = 64
 
 
 class SoftAssignment(NamedTuple):
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 class Separation(NamedTuple):
-    """Distances between distinct prototypes, in the units of the prototypes; both are 0 for k = 1."""
+    """Distances between pairs of prototypes, in the prototypes' units; both are 0 for k = 1."""
 
     minimum: Float[Tensor, ""]
     """S_min, the smallest pair distance: 0 as soon as two prototypes coincide."""
@@ -91,10 +91,9 @@ def soft_assignment(
     flat, shape = pack([z - centre], "* d")
     flat_weights, _ = pack([weights], "*")
     with torch.autocast(z.device.type, enabled=False):
-        mu, second_moment, free_energy, entropy, usage, indices = torch.ops.softvq.soft_assignment(
+        mu, variance, free_energy, entropy, usage, indices = torch.ops.softvq.soft_assignment(
             flat, prototypes - centre, t, flat_weights
         )
-    variance = (second_moment - mu.square().sum(-1)).clamp_min(0)
     (mu,) = unpack(mu + centre, shape, "* d")
     variance, free_energy, entropy, indices = (
         unpack(x, shape, "*")[0] for x in (variance, free_energy, entropy, indices)
@@ -126,7 +125,7 @@ def competitive_loss(
 
 
 def nearest(z: Float[Tensor, "*n d"], prototypes: Float[Tensor, "k d"]) -> Int[Tensor, "*n"]:
-    """Index of the nearest prototype of every token (the lowest at a tie), streaming, no softmax."""
+    """Index of the nearest prototype of every token (the lowest at a tie), without softmax."""
     z, prototypes = _same_space(z.detach(), prototypes.detach())
     centre = prototypes.mean(0)
     flat, shape = pack([z - centre], "* d")
@@ -163,7 +162,7 @@ def covariance(
 
 
 def effective_rank(z: Float[Tensor, "*n d"]) -> Float[Tensor, ""]:
-    """exp of the entropy of the normalised eigenvalues of Cov(z): between 1 and d, 0 if constant."""
+    """exp of the entropy of the normalised eigenvalues of Cov(z): 1 to d, or 0 if constant."""
     eigenvalues = _spectrum(covariance(z)).clamp_min(0)
     share = eigenvalues / eigenvalues.sum()
     rank = torch.exp(-torch.special.xlogy(share, share).sum())
@@ -171,7 +170,7 @@ def effective_rank(z: Float[Tensor, "*n d"]) -> Float[Tensor, ""]:
 
 
 def separation(prototypes: Float[Tensor, "k d"]) -> Separation:
-    """Smallest and mean distance over all pairs of prototypes; O(k² d) time, O(k) blocks of memory."""
+    """Smallest and mean distance over all pairs of prototypes; O(k² d) time, O(k) memory."""
     p = prototypes.detach().to(torch.promote_types(prototypes.dtype, torch.float32))
     k = len(p)
     if k == 1:
@@ -206,7 +205,7 @@ def _pair_distances(p: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _spectrum(cov: Tensor) -> Tensor:
-    """Eigenvalues in rising order, scaled before the solver so that tiny or huge ones survive it."""
+    """Eigenvalues in rising order, scaled before the solver so that extreme ones survive it."""
     scale = cov.diagonal().sum().clamp_min(torch.finfo(cov.dtype).tiny)
     return torch.linalg.eigvalsh(cov / scale) * scale
 
@@ -235,9 +234,9 @@ def _checked_temperature(temperature: float | Tensor, z: Tensor) -> Tensor:
 
 
 def _block_rows(n: int, k: int, device: torch.device) -> int:
-    """Tokens in one block: two n x k buffers should stay in a CPU's cache, or fill a GPU."""
+    """Tokens in one block: two buffers of k columns should fit a CPU's cache, or fill a GPU."""
     if device.type == "cpu":
-        return max(1, min(n, 512, max(64, 2**20 // k)))
+        return max(1, min(n, 1024, max(64, 2**20 // k)))
     return max(1, min(n, max(64, 2**26 // k)))
 
 
@@ -256,7 +255,8 @@ def _operands(z: Tensor, p: Tensor, temperature: Tensor) -> _Operands:
     moments[:d, :k] = p.T
     moments[d, :k] = p.square().sum(1)
     info = torch.finfo(p.dtype)
-    radius = moments[d].max() + (z.square().sum(1).max() if len(z) else 0)
+    # At most d times the largest |z|², and free of a temporary as large as z.
+    radius = moments[d].max() + (d * torch.stack(z.aminmax()).square().max() if len(z) else 0)
     # Below this temperature every difference that the dtype resolves is already decided, and
     # above it no quotient overflows.
     t = torch.maximum(temperature, radius * info.tiny ** (2 / 3)).clamp_min(10 * info.tiny)
@@ -281,15 +281,15 @@ def _blocks(n: int, rows: int) -> Iterator[slice]:
 def _soft_assignment(
     z: Tensor, p: Tensor, temperature: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(mu, E|p|², F, entropy, usage, indices) for z (n, d), p (k, d), T (), usage weights (n)."""
+    """(mu, V, F, entropy, usage, indices) for z (n, d), p (k, d), T (), usage weights (n)."""
     (n, d), k = z.shape, len(p)
     moments, logits, temperature = _operands(z, p, temperature)
     rows = _block_rows(n, moments.shape[1], z.device)
     block_z = z.new_ones(rows, d + 1)
     block_s, block_q = (z.new_empty(rows, moments.shape[1]) for _ in range(2))
     arange = torch.arange(rows, device=z.device)
-    outputs = z.new_empty(n, d + 1)
-    nats, entropy = z.new_empty(n), z.new_empty(n)
+    mu = z.new_empty(n, d)
+    variance, free_energy, entropy = (z.new_empty(n) for _ in range(3))
     indices = torch.empty(n, dtype=torch.int64, device=z.device)
     usage = z.new_zeros(moments.shape[1])
     for block in _blocks(n, rows):
@@ -298,16 +298,16 @@ def _soft_assignment(
         x[:, :d] = z[block]
         torch.mm(x, logits, out=s)
         torch.softmax(s, 1, out=q)
-        torch.mm(q, moments.T, out=outputs[block])
+        torch.mm(q, moments[:d].T, out=mu[block])
+        variance[block] = torch.mv(q, moments[d]) - mu[block].square().sum(1)
         usage.addmv_(q.T, weights[block])
-        maximum, indices[block] = _argmax(s, arange)
-        log_partition = maximum - q.gather(1, indices[block, None])[:, 0].log()
-        nats[block] = log_partition - maximum
-        entropy[block] = log_partition - s.mul_(q).sum(1)
-    mu, second_moment = outputs[:, :d].clone(), outputs[:, d].clone()
-    squared_distance = (z - p[indices]).square().sum(1)
-    free_energy = squared_distance - temperature * nats
-    return mu, second_moment, free_energy, entropy.clamp_min_(0), usage[:k].clone(), indices
+        maximum, best = _argmax(s, arange)
+        nats = -q.gather(1, best[:, None])[:, 0].log()  # log-partition above the maximum
+        entropy[block] = maximum + nats - s.mul_(q).sum(1)
+        free_energy[block] = (z[block] - p[best]).square().sum(1) - temperature * nats
+        indices[block] = best
+    variance.clamp_min_(0)
+    return mu, variance, free_energy, entropy.clamp_min_(0), usage[:k].clone(), indices
 
 
 @_soft_assignment.register_fake
@@ -327,20 +327,20 @@ def _soft_assignment_backward(
     mu: Tensor,
     entropy: Tensor,
     grad_mu: Tensor,
-    grad_second_moment: Tensor,
+    grad_variance: Tensor,
     grad_free_energy: Tensor,
     grad_usage: Tensor,
     needs_temperature: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for z, p and T from a second pass over the blocks, with q computed again.
 
-    With s_k = -|z - p_k|² / T and a_k = dL/dq_k, the softmax gives r_k = dL/ds_k = q_k (a_k - sum q a),
-    which sums to 0 over k. F is kept out of r: its gradient needs no softmax derivative.
+    With s_k = -|z - p_k|² / T and a_k = dL/dq_k, the softmax gives r_k = dL/ds_k =
+    q_k (a_k - sum q a), of sum 0. F is kept out of r: its gradient needs no softmax derivative.
     """
     (n, d), k = z.shape, len(p)
     moments, logits, temperature = _operands(z, p, temperature)
     columns = moments.shape[1]
-    readers = moments.new_zeros(d + 2, columns)  # [g_mu, g_e, w] @ readers = a
+    readers = moments.new_zeros(d + 2, columns)  # [g_mu - 2 g_V mu, g_V, w] @ readers = a
     readers[: d + 1] = moments
     readers[d + 1, :k] = grad_usage
     rows = _block_rows(n, columns, z.device)
@@ -352,25 +352,26 @@ def _soft_assignment_backward(
     for block in _blocks(n, rows):
         b = block.stop - block.start
         x, g, s, q = block_z[:b], block_g[:b], block_s[:b], block_q[:b]
+        f, v = grad_free_energy[block, None], grad_variance[block, None]
         x[:, :d] = z[block]
-        g[:, :d] = grad_mu[block]
-        g[:, d] = grad_second_moment[block]
+        torch.addcmul(grad_mu[block], v, mu[block], value=-2, out=g[:, :d])
+        g[:, d] = grad_variance[block]
         g[:, d + 1] = weights[block]
         torch.mm(x, logits, out=s)
         torch.softmax(s, 1, out=q)
-        old_s = s.clone() if needs_temperature else s
-        r = torch.mm(g, readers, out=s).mul_(q)
-        r.addcmul_(q, r.sum(1, keepdim=True), value=-1)
+        # r sums to 0, so s may be shifted: near its maximum the product with r does not cancel.
+        shifted = s - s.amax(1, keepdim=True) if needs_temperature else s
+        a = torch.mm(g, readers, out=s)  # overwritten by r, row by row
+        r = torch.ops.aten._softmax_backward_data.out(a, q, 1, a.dtype, grad_input=a)
         if needs_temperature:
-            grad_temperature -= torch.mul(old_s, r).sum()
-        torch.mm(r, moments[:d].T, out=grad_z[block])
+            grad_temperature -= shifted.mul_(r).sum()
+        pull = torch.mm(r, moments[:d].T, out=grad_z[block]).mul_(2 / temperature)
+        pull.addcmul_(f, z[block] - mu[block], value=2)
         by_r.addmm_(x.T, r)
         # What q_nk multiplies in the gradient for p_k, apart from the terms in p_k itself.
-        f = grad_free_energy[block, None]
-        g[:, :d] -= 2 * f * z[block]
-        g[:, d] = 2 * (grad_second_moment[block] + f[:, 0])
+        g[:, :d].addcmul_(f, z[block], value=-2)
+        g[:, d] = 2 * (v + f)[:, 0]
         by_q.addmm_(g[:, : d + 1].T, q)
-    grad_z.mul_(2 / temperature).add_(2 * grad_free_energy[:, None] * (z - mu))
     grad_p = (
         (by_r[:d] - moments[:d] * by_r[d]) * (2 / temperature) + by_q[:d] + moments[:d] * by_q[d]
     )
@@ -389,12 +390,12 @@ def _save(ctx, inputs: tuple, output: tuple) -> None:
     ctx.mark_non_differentiable(entropy, indices)
 
 
-def _backward(ctx, grad_mu, grad_second_moment, grad_free_energy, _entropy, grad_usage, _indices):
+def _backward(ctx, grad_mu, grad_variance, grad_free_energy, _entropy, grad_usage, _indices):
     needs_temperature = ctx.needs_input_grad[2]
     grads = torch.ops.softvq.soft_assignment_backward(
         *ctx.saved_tensors,
         grad_mu.contiguous(),
-        grad_second_moment,
+        grad_variance,
         grad_free_energy,
         grad_usage,
         needs_temperature,
@@ -408,7 +409,7 @@ _soft_assignment.register_autograd(_backward, setup_context=_save)
 @torch.library.custom_op("softvq::nearest", mutates_args=())
 def _nearest(z: Tensor, p: Tensor) -> Tensor:
     n, d = z.shape
-    logits = _operands(z, p, z.new_ones(())).logits
+    logits = _operands(z[:0], p, z.new_ones(())).logits
     rows = _block_rows(n, logits.shape[1], z.device)
     block_z, block_s = z.new_ones(rows, d + 1), z.new_empty(rows, logits.shape[1])
     arange = torch.arange(rows, device=z.device)

@@ -1,4 +1,5 @@
-"""How the programs end: JSON on stdout, one line on stderr for what went wrong, an exit status.
+"""What the programs share: the device, and how they end, with JSON on stdout, or one line on stderr
+for what went wrong, and an exit status.
 
 What they do is in the programs themselves.
 """
@@ -8,11 +9,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from softvq.checkpoint import strict
 
 
 class Interrupted(Exception):
     """SIGINT came, and the work so far is saved."""
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, or for `auto` cuda where there is one.
+
+    Raises ValueError for one that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def run_program(action: Callable[[], Any]) -> int:
@@ -29,6 +45,8 @@ def run_program(action: Callable[[], Any]) -> int:
         return _fail(f"error: {error}", 1)
     except Interrupted as stop:
         return _fail(f"{stop}; the same command continues it", 130)
+    except KeyboardInterrupt:
+        return _fail("stopped", 130)
     print(json.dumps(strict(result), indent=2))
     return 0
 

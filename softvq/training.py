@@ -53,8 +53,8 @@ class TrainConfig:
             raise ValueError(f"eps must lie in (0, 1], got {self.eps}")
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision must be float32 or bfloat16, got {self.precision!r}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,21 +222,19 @@ def restore(state: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.O
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     for name, value in state.items():
         part, _, rest = name.partition("/")
+        if part not in parts:
+            raise ValueError(f"the training state does not fit: {name} is unknown")
         parts[part][rest] = value
+    if "cpu" not in parts["random"]:
+        raise ValueError("the training state does not fit: random/cpu is missing")
     try:
         model.load_state_dict(parts["model"])
+        torch.set_rng_state(parts["random"]["cpu"])
     except RuntimeError as error:
-        raise ValueError(f"the training state does not fit the model: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the training state does not fit the model: {reason}") from None
     for name, parameter in model.named_parameters():
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        moments = {key: parts["optimizer"].get(f"{name}/{key}") for key in keys}
-        # Adam counts its steps on the CPU; the moments live beside their parameter.
-        optimizer.state[parameter] = {
-            key: value if key == "step" else value.to(parameter.device)
-            for key, value in moments.items()
-            if value is not None
-        }
-    torch.set_rng_state(parts["random"]["cpu"])
+        optimizer.state[parameter] = _moments(parts["optimizer"], name, parameter)
     if torch.cuda.is_available() and "cuda" in parts["random"]:
         torch.cuda.set_rng_state(parts["random"]["cuda"])
     sums = Sums()
@@ -247,6 +245,19 @@ def restore(state: dict[str, Tensor], model: nn.Module, optimizer: torch.optim.O
 _PARTS = ("model", "optimizer", "sums", "random")
 
 
+def _moments(state: dict[str, Tensor], name: str, parameter: Tensor) -> dict[str, Tensor]:
+    """Adam's values for one parameter: all three, or none before the first step."""
+    shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+    moments = {key: state[f"{name}/{key}"] for key in shapes if f"{name}/{key}" in state}
+    if moments and {key: value.shape for key, value in moments.items()} != shapes:
+        raise ValueError(f"the training state does not fit the optimizer's values of {name}")
+    # Adam counts its steps on the CPU; the moments live beside their parameter.
+    return {
+        key: value if key == "step" else value.to(parameter.device)
+        for key, value in moments.items()
+    }
+
+
 def add_step(sums: Sums, output: VQVAEOutput, mse: Tensor) -> None:
     """Adds one training step to the sums of its epoch."""
     images = float(len(output.reconstruction))
@@ -255,7 +266,7 @@ def add_step(sums: Sums, output: VQVAEOutput, mse: Tensor) -> None:
         _add_level(sums, number, level)
 
 
-def train_record(sums: Sums, model: nn.Module) -> dict[str, float]:
+def train_record(sums: Sums, model: nn.Module) -> dict[str, int | float]:
     """The logged values of a training epoch."""
     mse = sums.mean("mse", "images")
     record = {
@@ -273,12 +284,14 @@ def train_record(sums: Sums, model: nn.Module) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(
     model: VQVAE, images: ImageSet, soft: Reconstruction, hard: Reconstruction
-) -> dict[str, float]:
-    """The logged values of a split, both ways of decoding labelled; the metrics are filled.
+) -> dict[str, int | float]:
+    """The logged values of a split, both ways of decoding labelled; the metrics are filled anew.
 
     `bits_per_image` is what an ideal entropy coder needs for the codes, given their frequencies.
     """
     model.eval()
+    soft.reset()
+    hard.reset()
     sums = Sums()
     for x in batches(model, images):
         levels = model.encode(x)
@@ -313,7 +326,7 @@ def _add_level(sums: Sums, number: int, level: Any) -> None:
 _MEANS = ("reconstruction", "variance", "entropy", "spread")
 
 
-def _level_values(sums: Sums, number: int) -> dict[str, float]:
+def _level_values(sums: Sums, number: int) -> dict[str, int | float]:
     """Usage of the codes, and the split of L_q, of one level."""
     means = {name: sums.mean(f"{number}/{name}", f"{number}/tokens") for name in _MEANS}
     counts, usage = sums.tensors[f"{number}/counts"], sums.tensors[f"{number}/usage"]
@@ -329,7 +342,7 @@ def _level_values(sums: Sums, number: int) -> dict[str, float]:
     }
 
 
-def _geometry(codebook: Codebook, sums: Sums, number: int) -> dict[str, float]:
+def _geometry(codebook: Codebook, sums: Sums, number: int) -> dict[str, int | float]:
     """Whether the prototypes are apart, in units of the tokens' standard deviation."""
     scale = math.sqrt(sums.mean(f"{number}/spread", f"{number}/tokens"))
     separation = ddcl.separation(codebook.prototypes)
@@ -341,12 +354,14 @@ def _geometry(codebook: Codebook, sums: Sums, number: int) -> dict[str, float]:
     }
 
 
-def _temperatures(codebook: DDCLCodebook) -> dict[str, float]:
+def _temperatures(codebook: DDCLCodebook) -> dict[str, int | float]:
     temperature, critical = codebook.temperature.item(), codebook.critical.item()
     return {"temperature": temperature, "temperature_ratio": temperature / max(critical, 1e-30)}
 
 
-def _named(split: str, values: dict[str, float], number: int, levels: int) -> dict[str, float]:
+def _named(
+    split: str, values: dict[str, int | float], number: int, levels: int
+) -> dict[str, int | float]:
     """Keys of `metrics.jsonl`; the level is named where there are several."""
     suffix = f"_level{number + 1}" if levels > 1 else ""
     return {f"{split}/{name}{suffix}": value for name, value in values.items()}

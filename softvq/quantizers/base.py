@@ -5,7 +5,7 @@ The methods themselves are one file each beside this one; `softvq.quantizers` ho
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -69,7 +69,7 @@ class Codebook(nn.Module, ABC):
         self._frozen = False
 
     @classmethod
-    def from_config(cls, config: Any) -> Self:
+    def from_config(cls, config: Any):
         """The codebook that `config`, an instance of `cls.config_class`, describes."""
         return cls(**{name: getattr(config, name) for name in config.__dataclass_fields__})
 
@@ -124,7 +124,7 @@ class Codebook(nn.Module, ABC):
         """Index of the nearest code, without softmax, loss or statistics."""
         return ddcl.nearest(self._checked(z), self.prototypes)
 
-    def freeze(self) -> Self:
+    def freeze(self):
         """Stops gradients and updates of the prototypes for good; `train()` does not undo it."""
         self.requires_grad_(False)
         self._frozen = True
@@ -160,7 +160,7 @@ class Codebook(nn.Module, ABC):
         super()._load_from_state_dict(*arguments)
         self._initialized = bool(self.initialized)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def keep_precision(tensor: Tensor) -> Tensor:
             changed = fn(tensor)
             if changed.dtype in (torch.float16, torch.bfloat16) and tensor.dtype.itemsize >= 4:

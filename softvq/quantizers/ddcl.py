@@ -108,9 +108,10 @@ class DDCLCodebook(Codebook):
         temperature = self.temperature.clone()
         soft = ddcl.soft_assignment(z, self.prototype, temperature, mask)
         codes = self.indices_to_codes(soft.indices)
-        hard = codes + (soft.mu - soft.mu.detach())
+        hard = codes.detach() + (soft.mu - soft.mu.detach())
         if self.training:
-            quantized = torch.where(self.progress >= self.config.hard_forward_after, hard, soft.mu)
+            after = self.config.hard_forward_after
+            quantized = torch.where((self.progress >= after) & (after < 1), hard, soft.mu)
         else:
             quantized = hard
         assignment = Assignment(
@@ -126,7 +127,7 @@ class DDCLCodebook(Codebook):
             counts=count_codes(soft.indices, self.codebook_size),
         )
         if self.updates:
-            self._advance(z, mask, assignment.entropy)
+            self._advance(z, mask, assignment)
         return assignment
 
     @property
@@ -147,7 +148,7 @@ class DDCLCodebook(Codebook):
             self.prototype.uniform_(-1 / self.codebook_size, 1 / self.codebook_size)
         self.covariance.copy_(ddcl.covariance(tokens))
         self.direction.copy_(torch.linalg.eigh(self.covariance).eigenvectors[:, -1])
-        self.critical.copy_(2 * torch.linalg.vector_norm(self.covariance @ self.direction))
+        self.critical.copy_(2 * torch.linalg.vector_norm(self._image()))
         sample = tokens[: 2**13]
         self.temperature.copy_(self.config.temperature.initial(sample, self.prototype))
         self._mark_initialized()
@@ -163,28 +164,35 @@ class DDCLCodebook(Codebook):
             competitive = ddcl.competitive_loss(z, soft, "detached").loss + share
         else:
             # Another soft assignment, or the gradient of the decoder would get this share as well.
-            z = z.detach() + config.commitment_weight * (z - z.detach())
-            soft = ddcl.soft_assignment(z, self.prototype, temperature, mask)
-            competitive = ddcl.competitive_loss(z, soft, "full").loss
+            shared = z.detach() + config.commitment_weight * (z - z.detach())
+            again = ddcl.soft_assignment(shared, self.prototype, temperature, mask)
+            competitive = ddcl.competitive_loss(shared, again, "full").loss
         loss = masked_mean(competitive, mask) / self.dim
         return loss + config.usage_weight * _divergence_from_uniform(soft.usage)
 
     @torch.no_grad()
-    def _advance(self, z: Tensor, mask: Tensor | None, entropy: Tensor) -> None:
+    def _advance(self, z: Tensor, mask: Tensor | None, assignment: Assignment) -> None:
         """One step of the schedule: the running covariance, Tc by a power iteration, then T."""
         self.step += 1
-        self.covariance.lerp_(ddcl.covariance(z, mask).to(self.covariance), 1 - _DECAY)
-        image = einsum(self.covariance, self.direction, "i j, j -> i")
+        # Without a real token the batch says nothing about covariance and entropy.
+        real = assignment.counts.any()
+        weight = torch.where(real, 1 - _DECAY, 0.0).to(self.covariance)
+        self.covariance.lerp_(ddcl.covariance(z, mask).to(self.covariance), weight)
+        image = self._image()
         length = torch.linalg.vector_norm(image)
         self.direction.copy_(torch.where(length > 0, image / length, self.direction))
         self.critical.copy_(2 * length)
-        self.temperature.copy_(
-            self.config.temperature.next(
-                self.temperature, self.progress, entropy, self.critical, self.codebook_size
-            )
+        temperature = self.config.temperature.next(
+            self.temperature, self.progress, assignment.entropy, self.critical, self.codebook_size
         )
+        self.temperature.copy_(torch.where(real, temperature, self.temperature))
         if not torch.compiler.is_compiling():
             self._look_at_temperature()
+
+    def _image(self) -> Tensor:
+        """Cov(z) v for the direction v, in full precision under autocast as well."""
+        with torch.autocast(self.covariance.device.type, enabled=False):
+            return einsum(self.covariance, self.direction, "i j, j -> i")
 
     def _look_at_temperature(self) -> None:
         self._calls += 1

@@ -85,7 +85,7 @@ class EMAVQ(Codebook):
         loss = self.config.commitment_weight * commitment
         assignment = hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
         if self.updates:
-            self._update(z, assignment.indices, assignment.counts)
+            self._update(z, assignment.indices)
         return assignment
 
     @torch.no_grad()
@@ -102,22 +102,26 @@ class EMAVQ(Codebook):
         self._mark_initialized()
 
     @torch.no_grad()
-    def _update(
-        self, z: Float[Tensor, "*n d"], indices: Int[Tensor, "*n"], counts: Int[Tensor, "k"]
-    ) -> None:
+    def _update(self, z: Float[Tensor, "*n d"], indices: Int[Tensor, "*n"]) -> None:
         tokens = rearrange(z, "... d -> (...) d").to(self.sums)
         flat = rearrange(indices, "... -> (...)")
-        # Padding holds zeros, so that adding it to code 0 changes no sum.
-        sums = torch.zeros_like(self.sums).index_add_(0, flat.clamp_min(0), tokens)
-        real = flat >= 0
+        codes = flat.clamp_min(0)
+        # A token that is not finite already shows in the loss; here it would destroy its code.
+        real = (flat >= 0) & tokens.isfinite().all(1)
+        tokens = torch.where(rearrange(real, "n -> n 1"), tokens, 0)
+        sums = torch.zeros_like(self.sums).index_add_(0, codes, tokens)
+        counts = torch.zeros_like(self.counts).index_add_(0, codes, real.to(self.counts))
         step = torch.where(real.any(), 1 - self.config.decay, 0.0).to(self.counts)
-        self.counts.lerp_(counts.to(self.counts), step)
+        self.counts.lerp_(counts, step)
         self.sums.lerp_(sums, step)
         total = self.counts.sum()
         smoothed = (self.counts + self.config.smoothing) / (
             total + self.codebook_size * self.config.smoothing
         )
-        self.codes.copy_(self.sums / rearrange(smoothed * total, "k -> k 1"))
+        # A count that has decayed to nothing, without smoothing, leaves no mean to move to.
+        moved = real.any() & (smoothed * total > torch.finfo(total.dtype).tiny)
+        means = self.sums / rearrange(smoothed * total, "k -> k 1")
+        self.codes.copy_(torch.where(rearrange(moved, "k -> k 1"), means, self.codes))
         self._revive(tokens, real)
 
     def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> None:

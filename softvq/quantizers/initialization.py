@@ -52,7 +52,10 @@ def kmeans_plus_plus(tokens: Float[Tensor, "n d"], k: int) -> Float[Tensor, "k d
     if len(seeds) < k:
         again = torch.randint(len(tokens), (k - len(seeds),), device=tokens.device)
         scale = tokens.std(0, correction=0).mean()
-        scale = torch.where(scale > 0, scale, tokens.abs().mean().clamp_min(1e-3))
+        magnitude = tokens.abs().mean().clamp_min(1e-3)
+        # A move of less than a few roundings would be lost when it is added to a token.
+        least = 1e3 * torch.finfo(tokens.dtype).eps * magnitude
+        scale = torch.where(scale > 0, torch.maximum(scale, least), magnitude)
         noise = torch.randn(len(again), tokens.shape[1], device=tokens.device, dtype=tokens.dtype)
         seeds = torch.cat([seeds, tokens[again] + 0.01 * scale * noise])
     return seeds

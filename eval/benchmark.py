@@ -1,0 +1,327 @@
+"""Speed and memory of the streaming core beside its peers, all measured alternately in one run.
+
+The core is in `softvq.ddcl`; the peers are plain autograd, vector-quantize-pytorch and faiss.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import tyro
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from softvq.ddcl import SoftAssignment, competitive_loss, nearest, soft_assignment
+
+# (codes, dim): matrix products dominate the first two, the exponential and memory the third.
+SHAPES = ((512, 64), (4096, 64), (16384, 8))
+MEMORY_SHAPE = (65536, 8)
+GEMM_SIDE = 2048
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """Measures softvq.ddcl against its peers and prints one JSON object."""
+
+    threads: int = 1
+    """CPU threads of torch and faiss."""
+    repeats: int = 11
+    """Every contestant runs once in each repeat."""
+    tokens: int = 8192
+    """Tokens in one call."""
+    out: Path | None = None
+    """The JSON object is also written to this file."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "repeats", "tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"out must be in an existing folder, got {self.out}")
+
+
+class Problem(NamedTuple):
+    """Tokens, prototypes and what a training step asks of them."""
+
+    z: Float[Tensor, "n d"]
+    prototypes: Float[Tensor, "k d"]
+    grad_mu: Float[Tensor, "n d"]
+    grad_usage: Float[Tensor, "k"]
+    temperature: float
+
+
+def plain_assignment(
+    z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"], temperature: float
+) -> SoftAssignment:
+    """What soft_assignment gives, in the way one writes it with autograd and n x k matrices."""
+    square = prototypes.square().sum(1)
+    logits = (2 * einsum(z, prototypes, "n d, k d -> n k") - square) / temperature
+    q = logits.softmax(1)
+    mu = einsum(q, prototypes, "n k, k d -> n d")
+    variance = (einsum(q, square, "n k, k -> n") - mu.square().sum(1)).clamp_min(0)
+    log_partition = logits.logsumexp(1)
+    free_energy = z.square().sum(1) - temperature * log_partition
+    with torch.no_grad():
+        entropy = log_partition - (q * logits).sum(1)
+    return SoftAssignment(mu, variance, free_energy, entropy, q.sum(0), logits.argmax(1))
+
+
+def make_problem(tokens: int, codes: int, dim: int) -> Problem:
+    """Gaussian tokens and prototypes; at T = dim / 4 a token spreads over a few codes."""
+    generator = torch.Generator().manual_seed(0)
+    z, prototypes, grad_mu, grad_usage = (
+        torch.randn(shape, generator=generator)
+        for shape in ((tokens, dim), (codes, dim), (tokens, dim), (codes,))
+    )
+    return Problem(z.requires_grad_(), prototypes.requires_grad_(), grad_mu, grad_usage, dim / 4)
+
+
+def soft_step(problem: Problem, assignment: Callable[..., Any]) -> Step:
+    """Forward and backward of L_q, a usage term and an upstream gradient for mu."""
+    z, prototypes, grad_mu, grad_usage, temperature = problem
+
+    def step() -> None:
+        z.grad = prototypes.grad = None
+        soft = assignment(z, prototypes, temperature)
+        loss = competitive_loss(z, soft).loss.mean() + (soft.usage * grad_usage).sum() / len(z)
+        (loss + (soft.mu * grad_mu).sum()).backward()
+
+    return step
+
+
+def vector_quantize_step(problem: Problem) -> Step:
+    """A training step of VectorQuantize: commitment loss and an upstream gradient."""
+    from vector_quantize_pytorch import VectorQuantize
+
+    z, prototypes, grad_mu, _, _ = problem
+    codes, dim = prototypes.shape
+    layer = VectorQuantize(dim=dim, codebook_size=codes, rotation_trick=False, kmeans_init=False)
+    layer.train()
+
+    def step() -> None:
+        z.grad = None
+        quantized, _, loss = layer(z[None])
+        (loss.sum() + (quantized[0] * grad_mu).sum()).backward()
+
+    return step
+
+
+def contestants(problem: Problem, threads: int) -> dict[str, Step]:
+    """Everything that is timed at one shape, in the order of one repeat."""
+    import faiss
+
+    faiss.omp_set_num_threads(threads)
+    z, prototypes = problem.z.detach(), problem.prototypes.detach()
+    index = faiss.IndexFlatL2(z.shape[1])
+    index.add(prototypes.numpy())
+    square = torch.randn(GEMM_SIDE, GEMM_SIDE)
+
+    @torch.no_grad()
+    def forward() -> None:
+        soft_assignment(z, prototypes, problem.temperature)
+
+    return {
+        "streaming": soft_step(problem, soft_assignment),
+        "gemm": lambda: torch.mm(square, square),
+        "vector_quantize": vector_quantize_step(problem),
+        "plain": soft_step(problem, plain_assignment),
+        "forward": forward,
+        "nearest": lambda: nearest(z, prototypes),
+        "faiss": lambda: index.search(z.numpy(), 1),
+    }
+
+
+def seconds_of(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def timings(config: BenchmarkConfig, codes: int, dim: int, bar: tqdm) -> dict[str, list[float]]:
+    """Seconds of every contestant in every repeat, after one warm-up, and the floor of the core.
+
+    The floor is 14 N K D operations (seven products) at the rate of the repeat's own GEMM.
+    """
+    steps = contestants(make_problem(config.tokens, codes, dim), config.threads)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(config.repeats):
+        for name, step in steps.items():
+            seconds[name].append(seconds_of(step))
+        bar.update()
+    share = 14 * config.tokens * codes * dim / (2 * GEMM_SIDE**3)
+    seconds["floor"] = [share * gemm for gemm in seconds["gemm"]]
+    return seconds
+
+
+RATIOS = (
+    ("streaming", "floor"),
+    ("streaming", "vector_quantize"),
+    ("streaming", "plain"),
+    ("forward", "faiss"),
+    ("nearest", "faiss"),
+)
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Ratio of medians, with the smallest and the largest ratio within a repeat."""
+    table = {}
+    for ours, theirs in RATIOS:
+        each = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
+        table[f"{ours}/{theirs}"] = {
+            "ratio": statistics.median(seconds[ours]) / statistics.median(seconds[theirs]),
+            "lowest": min(each),
+            "highest": max(each),
+        }
+    return table
+
+
+def _status_bytes(field: str) -> int:
+    """A figure of /proc/self/status; getrusage's peak would include that of the parent process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def extra_peak_bytes(contestant: str, tokens: int, codes: int, dim: int, threads: int) -> int:
+    """Peak resident memory of one step beyond what was resident before; needs a fresh process."""
+    torch.set_num_threads(threads)
+
+    def prepare(tokens: int, codes: int) -> Step:
+        problem = make_problem(tokens, codes, dim)
+        if contestant == "streaming":
+            return soft_step(problem, soft_assignment)
+        return vector_quantize_step(problem)
+
+    prepare(64, 64)()  # loads the libraries
+    step = prepare(tokens, codes)
+    before = _status_bytes("VmRSS")
+    step()
+    return _status_bytes("VmHWM") - before
+
+
+def memory(config: BenchmarkConfig) -> dict[str, int]:
+    """Extra peak bytes by contestant, each in its own process; empty where Linux's /proc is not."""
+    if not Path("/proc/self/status").exists():
+        return {}
+    peaks = {}
+    for contestant in ("streaming", "vector_quantize"):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            job = pool.submit(
+                extra_peak_bytes, contestant, config.tokens, *MEMORY_SHAPE, config.threads
+            )
+            try:
+                peaks[contestant] = job.result()
+            except BrokenProcessPool:
+                raise ValueError(f"no memory left for {contestant}; give fewer --tokens") from None
+    return peaks
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
+
+
+def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
+    """The whole report, ready for JSON."""
+    torch.set_num_threads(config.threads)
+    names = ("torch", "vector-quantize-pytorch", "faiss-cpu")
+    report: dict[str, Any] = {
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "cpu": cpu_model(),
+        "threads": config.threads,
+        "repeats": config.repeats,
+        "tokens": config.tokens,
+        "shapes": [],
+    }
+    with tqdm(total=config.repeats * len(SHAPES), file=sys.stderr, unit="repeat") as bar:
+        for codes, dim in SHAPES:
+            wall, cpu = time.perf_counter(), time.process_time()
+            seconds = timings(config, codes, dim, bar)
+            # Well below the number of threads, the machine was busy with something else.
+            cores = (time.process_time() - cpu) / (time.perf_counter() - wall)
+            medians = {name: statistics.median(x) for name, x in seconds.items()}
+            report["shapes"].append(
+                {"codes": codes, "dim": dim, "cores": cores}
+                | {"seconds": medians, "ratios": ratios(seconds)}
+            )
+    codes, dim = MEMORY_SHAPE
+    report["memory"] = {"codes": codes, "dim": dim, "peak_bytes": memory(config)}
+    return report
+
+
+def table(report: dict[str, Any]) -> str:
+    """The ratios for a human: median, and range over the repeats."""
+    lines = [f"{report['tokens']} tokens, {report['threads']} thread(s), {report['cpu']}"]
+    for shape in report["shapes"]:
+        lines.append(f"K = {shape['codes']}, D = {shape['dim']}; {shape['cores']:.2f} cores busy")
+        for name, r in shape["ratios"].items():
+            lines.append(f"  {name:26}{r['ratio']:7.3f}  ({r['lowest']:.3f} to {r['highest']:.3f})")
+    lines.append(f"extra peak, K = {report['memory']['codes']}, D = {report['memory']['dim']}")
+    for name, peak in report["memory"]["peak_bytes"].items():
+        lines.append(f"  {name:26}{peak / 2**20:7.0f}  MiB")
+    return "\n".join(lines)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def parse() -> BenchmarkConfig:
+    """The configuration on the command line; a boxed complaint of tyro becomes one ValueError."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(BenchmarkConfig, description=__doc__)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
+        complaint = itertools.takewhile(lambda line: line.strip("─╰╯"), lines)
+        raise ValueError(" ".join(complaint)) from None
+
+
+def main() -> None:
+    try:
+        config = parse()
+        report = benchmark(config)
+    except (ValueError, ModuleNotFoundError, PackageNotFoundError) as error:
+        if not isinstance(error, ValueError):
+            error = f"{error}; the peers come with: pip install 'softvq[dev]'"
+        print(f"benchmark: {error}", file=sys.stderr)
+        sys.exit(2)
+    if config.out is not None:
+        write_atomically(config.out, json.dumps(report, indent=2) + "\n")
+    print(table(report), file=sys.stderr)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

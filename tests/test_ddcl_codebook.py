@@ -1,0 +1,262 @@
+"""The DDCL codebook against the plain formulas: losses and gradients, hard forward, schedule, Tc.
+
+The streaming core has its own tests, and so have the temperature policies' rules.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+from einops import rearrange, repeat
+from sklearn.cluster import KMeans
+from torch.testing import assert_close
+
+from softvq.quantizers import DDCLCodebook
+from softvq.temperature import AnnealedTemperature, EntropyTemperature, FixedTemperature
+
+GRADIENTS = pytest.mark.parametrize("gradient", ["detached", "full"])
+DIM, SIZE, TEMPERATURE = 3, 6, 0.7
+
+
+def tokens(n: int = 40, dim: int = DIM) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, dim, generator=generator, dtype=torch.float64)
+
+
+def started(z: torch.Tensor, size: int = SIZE, **options) -> DDCLCodebook:
+    """In training mode and in the dtype of z; T is fixed unless a policy is given."""
+    torch.manual_seed(0)
+    options = {"temperature": FixedTemperature(value=TEMPERATURE), **options}
+    codebook = DDCLCodebook(dim=z.shape[-1], codebook_size=size, **options).to(z.dtype)
+    codebook.initialize(z)
+    return codebook
+
+
+def soft_weights(z: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, squared distances), both n x k."""
+    distances = (rearrange(z, "n d -> n 1 d") - p).square().sum(-1)
+    return (-distances / TEMPERATURE).softmax(-1), distances
+
+
+def divergence(q: torch.Tensor) -> torch.Tensor:
+    """KL(mean weights || uniform)."""
+    share = q.mean(0)
+    return (share * (share * len(share)).log()).sum()
+
+
+def plain_loss(
+    z: torch.Tensor, p: torch.Tensor, gradient: str, commitment_weight: float, usage_weight: float
+) -> torch.Tensor:
+    """The loss of the module by ordinary autograd."""
+    usage = usage_weight * divergence(soft_weights(z, p)[0])
+    shared = z.detach() + commitment_weight * (z - z.detach())
+    q, distances = soft_weights(shared, p)
+    if gradient == "detached":
+        q = q.detach()
+    return (q * distances).sum(1).mean() / DIM + usage
+
+
+def gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, inputs, retain_graph=True)
+
+
+@GRADIENTS
+@pytest.mark.parametrize("commitment_weight", [0.0, 0.05, 1.0, 2.0])
+@pytest.mark.parametrize("usage_weight", [0.0, 0.3])
+def test_loss_and_its_gradients_are_the_plain_formula(gradient, commitment_weight, usage_weight):
+    weights = dict(commitment_weight=commitment_weight, usage_weight=usage_weight)
+    z = tokens().requires_grad_()
+    codebook = started(z, gradient=gradient, **weights)
+    p = codebook.prototype
+    loss, expected = codebook.assign(z).loss, plain_loss(z, p, gradient, **weights)
+    assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    assert_close(gradients(loss, z, p), gradients(expected, z, p), rtol=1e-10, atol=1e-10)
+
+
+@GRADIENTS
+def test_commitment_weight_scales_the_encoders_share_and_nothing_else(gradient):
+    z, by_weight = tokens().requires_grad_(), {}
+    for weight in (1.0, 0.05):
+        codebook = started(z, gradient=gradient, commitment_weight=weight, usage_weight=0.0)
+        assignment = codebook.assign(z)
+        decoder = gradients(assignment.quantized.square().sum(), z, codebook.prototype)
+        by_weight[weight] = (*gradients(assignment.loss, z, codebook.prototype), *decoder)
+    full, small = by_weight[1.0], by_weight[0.05]
+    assert_close(small[0], 0.05 * full[0], rtol=1e-10, atol=1e-14)
+    assert_close(small[1:], full[1:], rtol=1e-10, atol=1e-14)
+
+
+@GRADIENTS
+def test_the_usage_term_is_the_divergence_of_mean_weights_from_uniform(gradient):
+    z = tokens().requires_grad_()
+    codebook = started(z, gradient=gradient, usage_weight=0.0)
+    other = started(z, gradient=gradient, usage_weight=2.0)
+    loss, with_usage = codebook.assign(z).loss, other.assign(z).loss
+    q, _ = soft_weights(z, codebook.prototype)
+    assert_close(with_usage - loss, 2 * divergence(q))
+    added = [
+        b - a
+        for a, b in zip(
+            gradients(loss, z, codebook.prototype),
+            gradients(with_usage, z, other.prototype),
+            strict=True,
+        )
+    ]
+    assert_close(added, list(gradients(2 * divergence(q), z, codebook.prototype)))
+
+
+def test_statistics_are_those_of_the_weights():
+    z = tokens()
+    codebook = started(z)
+    p = codebook.prototype.detach()
+    q, distances = soft_weights(z, p)
+    assignment = codebook.assign(z)
+    assert_close(assignment.soft, q @ p)
+    assert_close(assignment.reconstruction, (z - q @ p).square().sum(1).mean())
+    assert_close(assignment.reconstruction + assignment.variance, (q * distances).sum(1).mean())
+    assert_close(assignment.entropy, -(q * q.log()).sum(1).mean())
+    assert_close(assignment.usage, q.sum(0))
+
+
+def test_weights_of_wide_codes_in_half_precision_are_right():
+    # C01: d = [64, 0] at T = 1, where |z|² overflows float16
+    z = torch.full((1, 64), 40.0, dtype=torch.float16)
+    codebook = started(z.float(), size=2, temperature=FixedTemperature(value=1.0)).half()
+    with torch.no_grad():
+        codebook.prototype.copy_(repeat(torch.tensor([41.0, 40.0]), "k -> k d", d=64))
+    assignment = codebook.eval().assign(z)
+    assert_close(assignment.usage, torch.tensor([math.exp(-64), 1.0]), rtol=1e-4, atol=0)
+    assert torch.equal(assignment.soft, z)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.5, 1.0])
+def test_the_decoder_sees_mu_and_then_codes_with_the_gradient_of_mu(after):
+    z = tokens().float().requires_grad_()
+    codebook = started(z.detach(), hard_forward_after=after, schedule_steps=4)
+    weights = torch.rand(len(z), DIM)
+    for step in range(6):
+        assignment = codebook.assign(z)
+        hard = after < 1 and step / 4 >= after
+        codes = codebook.indices_to_codes(assignment.indices)
+        assert torch.equal(assignment.quantized, codes if hard else assignment.soft)
+        assert_close(
+            gradients((assignment.quantized * weights).sum(), z, codebook.prototype),
+            gradients((assignment.soft * weights).sum(), z, codebook.prototype),
+            rtol=0,
+            atol=0,
+        )
+    out = codebook.eval()(z)
+    assert torch.equal(out.quantized, codebook.indices_to_codes(out.indices))
+
+
+def test_the_schedule_counts_training_passes_with_gradient_only():
+    z = tokens()
+    codebook = started(z)
+    codebook.schedule_steps = 4
+    seen = []
+    for _ in range(5):
+        codebook.eval()(z)
+        codebook.train()
+        with torch.no_grad():
+            codebook(z)
+        codebook(z)
+        seen.append(codebook.progress.item())
+    assert seen == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert codebook.step == 5
+
+
+def test_the_critical_temperature_is_tracked():
+    torch.manual_seed(2)
+    z = 1e-3 * torch.randn(64, 8) * torch.tensor([1.0, 1, 1, 2, 1, 1, 1, 1.7])
+    # From the tokens of another covariance.
+    codebook = started(1e-3 * torch.eye(8), temperature=AnnealedTemperature())
+    for _ in range(600):
+        codebook(z)
+    covariance = torch.cov(z.double().T, correction=0)
+    expected = 2 * torch.linalg.eigvalsh(covariance)[-1]
+    assert_close(codebook.critical.double(), expected, rtol=0.01, atol=0)
+    assert_close(codebook.temperature, codebook.critical * 0.5 * 0.02 ** (0.06 / 0.7))
+
+
+@pytest.mark.parametrize(
+    ("gradient", "ratio", "expected"),
+    [("detached", 1.1, 1), ("detached", 0.9, 0), ("full", 2.2, 1), ("full", 1.8, 0)],
+)
+def test_a_temperature_above_the_threshold_of_its_gradient_warns_once(gradient, ratio, expected):
+    z = tokens().float()
+    critical = 2 * torch.linalg.eigvalsh(torch.cov(z.T, correction=0))[-1]
+    policy = FixedTemperature(value=ratio * critical.item())
+    codebook = started(z, gradient=gradient, temperature=policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        codebook.eval()(z)
+        assert not caught
+        codebook.train()
+        for _ in range(250):
+            codebook(z)
+    assert [w.category for w in caught] == [UserWarning] * expected
+    assert all("above" in str(w.message) and gradient in str(w.message) for w in caught)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> torch.Tensor:
+    """1024 tokens of 16 Gaussian clusters in 8 dimensions."""
+    torch.manual_seed(0)
+    centres = torch.randn(16, 8)
+    return repeat(centres, "k d -> (k n) d", n=64) + 0.2 * torch.randn(1024, 8)
+
+
+def steered(z: torch.Tensor, size: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, perplexity of the weights) at every step of a schedule with prototypes at rest."""
+    codebook = started(z, size, temperature=EntropyTemperature(), schedule_steps=steps)
+    temperatures, perplexities = [], []
+    for _ in range(steps):
+        temperatures.append(codebook.temperature.clone())
+        perplexities.append(codebook.assign(z).entropy.detach().exp())
+    return torch.stack(temperatures), torch.stack(perplexities)
+
+
+@pytest.mark.parametrize(("size", "steps"), [(64, 500), (2, 200)])
+def test_steering_follows_its_target_at_every_scale(mixture, size, steps):
+    target = 4 * (1.02 / 4) ** (torch.arange(steps) / steps)
+    target = target.clamp_max(math.sqrt(size))
+    reference, perplexities = steered(mixture, size, steps)
+    assert_close(perplexities, target, rtol=0.05, atol=0)
+    for scale in (1e-3, 1e3):
+        temperatures, perplexities = steered(scale * mixture, size, steps)
+        assert_close(perplexities, target, rtol=0.05, atol=0)
+        assert_close(temperatures / scale**2, reference, rtol=1e-2, atol=0)
+
+
+def test_steering_one_code_stays_finite(mixture):
+    temperatures, perplexities = steered(mixture, 1, 50)
+    assert (temperatures > 0).all()
+    assert temperatures.isfinite().all()
+    assert torch.equal(perplexities, torch.ones(50))
+
+
+def test_training_reaches_k_means_with_every_code_used_and_distinct(mixture):
+    steps, size = 600, 32
+    codebook = started(
+        mixture,
+        size,
+        temperature=EntropyTemperature(),
+        schedule_steps=steps,
+        init="uniform",
+        usage_weight=0.05,
+    )
+    optimizer = torch.optim.Adam(codebook.parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        codebook(mixture).loss.backward()
+        optimizer.step()
+        schedule.step()
+    assignment = codebook.eval().assign(mixture)
+    error = (mixture - assignment.quantized).square().sum(1).mean().item()
+    best = KMeans(size, n_init=5, random_state=0).fit(mixture.numpy()).inertia_ / len(mixture)
+    assert (assignment.counts > 0).all()
+    distances = torch.cdist(codebook.prototype.detach(), codebook.prototype.detach())
+    assert distances.fill_diagonal_(1.0).min() > 0.01
+    assert error < 1.05 * best
