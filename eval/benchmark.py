@@ -78,12 +78,14 @@ def plain_assignment(
     logits = (2 * einsum(z, prototypes, "n d, k d -> n k") - square) / temperature
     q = logits.softmax(1)
     mu = einsum(q, prototypes, "n k, k d -> n d")
+    reconstruction = (z - mu).square().sum(1)
     variance = (einsum(q, square, "n k, k -> n") - mu.square().sum(1)).clamp_min(0)
     log_partition = logits.logsumexp(1)
     free_energy = z.square().sum(1) - temperature * log_partition
     with torch.no_grad():
         entropy = log_partition - (q * logits).sum(1)
-    return SoftAssignment(mu, variance, free_energy, entropy, q.sum(0), logits.argmax(1))
+    indices = logits.argmax(1)
+    return SoftAssignment(mu, reconstruction, variance, free_energy, entropy, q.sum(0), indices)
 
 
 def make_problem(tokens: int, codes: int, dim: int) -> Problem:
@@ -103,7 +105,7 @@ def soft_step(problem: Problem, assignment: Callable[..., Any]) -> Step:
     def step() -> None:
         z.grad = prototypes.grad = None
         soft = assignment(z, prototypes, temperature)
-        loss = competitive_loss(z, soft).loss.mean() + (soft.usage * grad_usage).sum() / len(z)
+        loss = competitive_loss(soft).loss.mean() + (soft.usage * grad_usage).sum() / len(z)
         (loss + (soft.mu * grad_mu).sum()).backward()
 
     return step

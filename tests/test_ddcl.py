@@ -55,6 +55,7 @@ class Naive(NamedTuple):
     q: Tensor
     distances: Tensor
     mu: Tensor
+    reconstruction: Tensor
     variance: Tensor
     free_energy: Tensor
     entropy: Tensor
@@ -68,11 +69,13 @@ def naive(z: Tensor, p: Tensor, t: float | Tensor, detach: bool = False) -> Naiv
     q = torch.softmax(-distances / t, -1)
     q = q.detach() if detach else q
     mu = einsum(q, p, "... k, k d -> ... d")
+    reconstruction = (z - mu).square().sum(-1)
     variance = (q * (p - rearrange(mu, "... d -> ... 1 d")).square().sum(-1)).sum(-1)
     free_energy = -t * torch.logsumexp(-distances / t, -1)
     entropy = -torch.special.xlogy(q, q).sum(-1).detach()
     usage = rearrange(q, "... k -> (...) k").sum(0)
-    return Naive(q, distances, mu, variance, free_energy, entropy, usage, distances.argmin(-1))
+    indices = distances.argmin(-1)
+    return Naive(q, distances, mu, reconstruction, variance, free_energy, entropy, usage, indices)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -85,7 +88,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 def mix(soft: SoftAssignment | Naive) -> Tensor:
     """A scalar that sends a different gradient into every entry of every output."""
-    outputs = (soft.mu, soft.variance, soft.free_energy, soft.usage)
+    outputs = (soft.mu, soft.reconstruction, soft.variance, soft.free_energy, soft.usage)
     return sum((x * draw(*x.shape, seed=9 + i).to(x)).sum() for i, x in enumerate(outputs))
 
 
@@ -105,7 +108,7 @@ def test_values_and_gradients_equal_the_plain_formula(
     inputs = [x.to(dtype) for x in inputs]
     ours, theirs = leaves(*inputs), leaves(*(x.to(F64) for x in inputs))
     soft, expected = soft_assignment(*ours), naive(*theirs)
-    for name in ("mu", "variance", "free_energy", "entropy", "usage"):
+    for name in ("mu", "reconstruction", "variance", "free_energy", "entropy", "usage"):
         close(getattr(soft, name), getattr(expected, name), tolerance)
     assert_close(soft.indices, expected.indices)
     mix(soft).backward()
@@ -136,17 +139,47 @@ def test_masked_tokens_count_for_nothing_whatever_they_hold(filling, dtype):
         leaves(z[mask], draw(40, 5, seed=1, dtype=dtype)),
     )
     soft, expected = soft_assignment(z, p, 1.5, mask), soft_assignment(real, p_real, 1.5)
-    for name in ("mu", "variance", "free_energy", "entropy"):
+    for name in ("mu", "reconstruction", "variance", "free_energy", "entropy"):
         assert_close(getattr(soft, name)[mask], getattr(expected, name))
         assert (getattr(soft, name)[~mask] == 0).all()
     assert_close(soft.usage, expected.usage)
     assert_close(soft.indices[mask], expected.indices)
     assert (soft.indices[~mask] == -1).all()
     for x in (soft, expected):
-        (x.mu.sin().sum() + x.variance.sum() + x.free_energy.sum() + (x.usage**2).sum()).backward()
+        (x.mu.sin() + x.reconstruction[..., None]).sum().backward(retain_graph=True)
+        (x.variance.sum() + x.free_energy.sum() + (x.usage**2).sum()).backward()
     assert_close(z.grad[mask], real.grad)
     assert (z.grad[~mask] == 0).all()
     assert_close(p.grad, p_real.grad)
+
+
+def test_commitment_weight_scales_what_the_free_energy_gives_to_z_and_nothing_else():
+    z, p = leaves(draw(20, 3), draw(7, 3, seed=1))
+    for part in ("free_energy", "mu", "reconstruction", "variance"):
+        whole, quarter = (
+            torch.autograd.grad(
+                getattr(soft_assignment(z, p, 0.7, None, weight), part).sum(), (z, p)
+            )
+            for weight in (1.0, 0.25)
+        )
+        assert_close(quarter[0], whole[0] * (0.25 if part == "free_energy" else 1))
+        assert_close(quarter[1], whole[1])
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e30])
+def test_one_odd_token_or_far_prototype_leaves_the_other_tokens_alone(odd):
+    z, p = draw(50, 4, dtype=torch.float32), draw(70, 4, seed=1, dtype=torch.float32)
+    expected = soft_assignment(z, p, 0.1)
+    z[7] = odd
+    others = torch.arange(50) != 7
+    soft = soft_assignment(z, p, 0.1)
+    assert_close(soft.mu[others], expected.mu[others])
+    assert_close(soft.indices[others], expected.indices[others])
+    assert_close(nearest(z, p)[others], expected.indices[others])
+    assert 0 <= soft.indices[7] < 70
+    assert 0 <= nearest(z, p)[7] < 70
+    far = torch.cat([p, torch.full((1, 4), 1e6)])
+    assert_close(soft_assignment(z, far, 0.1).mu[others], expected.mu[others])
 
 
 def test_all_tokens_masked_gives_zeros_and_zero_gradients():
@@ -162,7 +195,7 @@ def test_all_tokens_masked_gives_zeros_and_zero_gradients():
 def test_gradcheck_of_every_output_and_of_the_full_loss(codes):
     def outputs(z, p, t):
         soft = soft_assignment(z, p, t)
-        split = competitive_loss(z, soft, "full")
+        split = competitive_loss(soft, "full")
         return soft.mu, soft.variance, soft.free_energy, soft.usage, *split
 
     inputs = leaves(draw(6, 3), draw(codes, 3, seed=1), torch.tensor(0.8, dtype=F64))
@@ -171,7 +204,7 @@ def test_gradcheck_of_every_output_and_of_the_full_loss(codes):
 
 def test_full_gradient_is_autograd_of_the_plain_loss():
     ours, theirs = (leaves(draw(40, 3), draw(9, 3, seed=1), torch.tensor(0.7)) for _ in range(2))
-    competitive_loss(ours[0], soft_assignment(*ours), "full").loss.sum().backward()
+    competitive_loss(soft_assignment(*ours), "full").loss.sum().backward()
     plain = naive(*theirs)
     (plain.q * plain.distances).sum().backward()
     for actual, expected in zip(ours, theirs, strict=True):
@@ -183,7 +216,7 @@ def test_full_gradient_is_autograd_of_the_plain_loss():
 def test_detached_gradient_is_that_of_the_free_energy_and_of_soft_k_means():
     z, p, t = draw(40, 3), draw(9, 3, seed=1), 0.7
     by_loss, by_energy = leaves(z, p), leaves(z, p)
-    competitive_loss(by_loss[0], soft_assignment(*by_loss, t)).loss.sum().backward()
+    competitive_loss(soft_assignment(*by_loss, t)).loss.sum().backward()
     soft_assignment(*by_energy, t).free_energy.sum().backward()
     assert_close([x.grad for x in by_loss], [x.grad for x in by_energy], rtol=0, atol=0)
     plain = naive(z, p, t)
@@ -195,15 +228,15 @@ def test_detached_gradient_is_that_of_the_free_energy_and_of_soft_k_means():
 def test_both_gradients_have_the_same_values_and_unknown_ones_are_refused():
     z, p = draw(20, 3), draw(9, 3, seed=1)
     soft = soft_assignment(z, p, 0.7)
-    assert_close(competitive_loss(z, soft, "full"), competitive_loss(z, soft), rtol=0, atol=1e-14)
+    assert_close(competitive_loss(soft, "full"), competitive_loss(soft), rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="gradient must be one of"):
-        competitive_loss.__wrapped__(z, soft, "half")
+        competitive_loss.__wrapped__(soft, "half")
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 0.5, 1e3])
 def test_loss_splits_exactly(temperature):
     z, p = draw(200, 6), draw(50, 6, seed=1)
-    split = competitive_loss(z, soft_assignment(z, p, temperature))
+    split = competitive_loss(soft_assignment(z, p, temperature))
     plain = naive(z, p, temperature)
     expected = (plain.q * plain.distances).sum(-1)
     assert_close(split.loss, expected, rtol=1e-10, atol=1e-10)
@@ -227,7 +260,7 @@ def test_variance_is_never_negative_and_an_offset_costs_nothing(seed, scale, off
     z, p = (z + offset).float(), (p + offset).float()
     temperature = tau * scale**2
     soft = soft_assignment(z, p, temperature)
-    split = competitive_loss(z, soft)
+    split = competitive_loss(soft)
     assert (soft.variance >= 0).all()
     assert (split.loss >= 0).all()
     # The oracle reads the same rounded inputs: what float32 loses in them is not the core's. Nor is
@@ -257,7 +290,7 @@ def test_half_precision_neither_overflows_nor_clashes(inside):
         (z,) = leaves(z.to(getattr(torch, inside.split()[0])))
     with autocast:
         soft = soft_assignment(z, p, 1.0)
-        split = competitive_loss(z, soft)
+        split = competitive_loss(soft)
     assert soft.mu.dtype == split.loss.dtype == torch.float32
     assert soft.indices.item() == 1
     assert_close(soft.usage, torch.tensor([math.exp(-64), 1.0]))
@@ -287,7 +320,7 @@ def test_every_positive_temperature_is_finite(temperature, dtype):
     soft = soft_assignment(z, p, temperature)
     first = 1 / (1 + math.exp(min(9 / temperature, 700)))
     assert_close(soft.usage.to(F64), torch.tensor([first, 1 - first], dtype=F64), rtol=0, atol=1e-7)
-    split = competitive_loss(z, soft, "full")
+    split = competitive_loss(soft, "full")
     (split.loss + soft.mu.sum() + soft.usage[0] + soft.free_energy).sum().backward()
     for x in (*soft, *split, z.grad, p.grad):
         assert x.isfinite().all()
@@ -359,10 +392,10 @@ def test_gradient_of_the_variance_at_fixed_weights_is_two_p_sigma():
 def fields(z: Tensor, p: Tensor, t: float) -> dict[str, Tensor]:
     """The mean of every loss whose slope moves the prototypes."""
     soft = soft_assignment(z, p, t)
-    full = competitive_loss(z, soft, "full")
+    full = competitive_loss(soft, "full")
     fixed = naive(z, p, t, detach=True)
     return {
-        "F": competitive_loss(z, soft).loss.mean(),
+        "F": competitive_loss(soft).loss.mean(),
         "L_q full": full.loss.mean(),
         "L_OLS full": full.reconstruction.mean(),
         "L_OLS detached": (z - fixed.mu).square().sum(-1).mean(),
@@ -406,7 +439,7 @@ def test_two_clusters_separate_below_the_critical_temperature_alone(
     t = share * critical * critical_temperature(z).item()
     (p,) = leaves(torch.tensor([[0.2], [-0.2]], dtype=F64))
     for _ in range(300):
-        loss = competitive_loss(z, soft_assignment(z, p, t), gradient).loss.mean()
+        loss = competitive_loss(soft_assignment(z, p, t), gradient).loss.mean()
         (grad,) = torch.autograd.grad(loss, p)
         p.data -= 1.5 * grad
     s_min = separation(p).minimum.item()
@@ -417,7 +450,7 @@ def test_two_clusters_separate_below_the_critical_temperature_alone(
 @given(seed=st.integers(0, 10**6), tau=st.floats(1e-3, 1e3))
 def test_hard_error_exceeds_soft_error_by_at_most_the_variance(seed, tau):
     z, p = draw(30, 3, seed=seed), draw(10, 3, seed=seed + 1)
-    split = competitive_loss(z, soft_assignment(z, p, tau))
+    split = competitive_loss(soft_assignment(z, p, tau))
     hard = (z - p[nearest(z, p)]).square().sum(1)
     assert (hard - split.reconstruction <= split.variance + 1e-12).all()
 
@@ -560,7 +593,7 @@ from softvq.ddcl import competitive_loss, nearest, soft_assignment
 
 def loss(z, p, t):
     soft = soft_assignment(z, p, t)
-    split = competitive_loss(z, soft)
+    split = competitive_loss(soft)
     return split.loss.mean() + soft.mu.sin().sum() + soft.usage.square().sum(), soft.indices
 
 def gradients(function):
@@ -600,7 +633,7 @@ def test_compiles_as_one_graph_and_exports(backend):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck looks at it itself
 def test_custom_operators_keep_torch_library_s_promises():
     z, p, t = leaves(draw(9, 3), draw(5, 3, seed=1), torch.tensor(0.7, dtype=F64))
-    torch.library.opcheck(torch.ops.softvq.soft_assignment, (z, p, t, z.new_ones(9)))
+    torch.library.opcheck(torch.ops.softvq.soft_assignment, (z, p, t, z.new_ones(9), 0.5))
     torch.library.opcheck(torch.ops.softvq.nearest, (z.detach(), p.detach()))
 
 

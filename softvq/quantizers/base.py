@@ -183,8 +183,7 @@ def hard_assignment(
 
     `z` has zeros where masked, `indices` is valid everywhere, `dtype` is that of the output.
     """
-    # The sum is exactly `codes`: z - z is 0, whereas z + (codes - z) would round.
-    quantized = codes.detach() + (z - z.detach())
+    quantized = replace_value(z, codes)
     if mask is not None:
         padding = rearrange(~mask, "... -> ... 1")
         quantized, codes = (x.masked_fill(padding, 0) for x in (quantized, codes))
@@ -205,6 +204,26 @@ def hard_assignment(
     )
 
 
+class _ReplaceValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def replace_value(
+    source: Float[Tensor, "*n d"], value: Float[Tensor, "*n d"]
+) -> Float[Tensor, "*n d"]:
+    """`value` to the last bit, with its gradient going to `source` alone.
+
+    The usual source + stopgrad(value - source) rounds.
+    """
+    return _ReplaceValue.apply(source, value)
+
+
 def count_codes(indices: Int[Tensor, "*n"], codebook_size: int) -> Int[Tensor, "k"]:
     """How often each code occurs; -1 is not counted."""
     flat = rearrange(indices, "... -> (...)")
@@ -222,9 +241,11 @@ def masked_mean(values: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"] | None) ->
 def spread(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> Float[Tensor, ""]:
     """tr Cov(z) of the real tokens, without gradient."""
     flat = rearrange(z.detach(), "... d -> (...) d")
-    flat_mask = None if mask is None else rearrange(mask, "... -> (...) 1")
-    if flat_mask is None:
-        return flat.var(0, correction=0).sum() if len(flat) else flat.new_zeros(())
-    count = flat_mask.sum().clamp_min(1)
-    mean = torch.where(flat_mask, flat, 0).sum(0) / count
-    return torch.where(flat_mask, flat - mean, 0).square().sum() / count
+    if mask is None:
+        count = max(len(flat), 1)
+        deviations = flat - flat.sum(0) / count
+    else:
+        real = rearrange(mask, "... -> (...) 1")
+        count = real.sum().clamp_min(1)
+        deviations = torch.where(real, flat - torch.where(real, flat, 0).sum(0) / count, 0)
+    return torch.linalg.vector_norm(deviations).square() / count

@@ -13,7 +13,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from softvq import ddcl
-from softvq.quantizers.base import Assignment, Codebook, count_codes, masked_mean, spread
+from softvq.quantizers.base import (
+    Assignment,
+    Codebook,
+    count_codes,
+    masked_mean,
+    replace_value,
+    spread,
+)
 from softvq.quantizers.initialization import kmeans_plus_plus, real_tokens
 from softvq.temperature import EntropyTemperature, TemperaturePolicy
 
@@ -106,20 +113,15 @@ class DDCLCodebook(Codebook):
         self._initialize_once(z, mask)
         # A copy that autograd may keep while the schedule moves the buffer.
         temperature = self.temperature.clone()
-        soft = ddcl.soft_assignment(z, self.prototype, temperature, mask)
-        codes = self.indices_to_codes(soft.indices)
-        hard = codes.detach() + (soft.mu - soft.mu.detach())
-        if self.training:
-            after = self.config.hard_forward_after
-            quantized = torch.where((self.progress >= after) & (after < 1), hard, soft.mu)
-        else:
-            quantized = hard
+        soft = ddcl.soft_assignment(
+            z, self.prototype, temperature, mask, self.config.commitment_weight
+        )
         assignment = Assignment(
-            quantized=quantized.to(dtype),
+            quantized=self._decoder_input(soft).to(dtype),
             soft=soft.mu.to(dtype),
             indices=soft.indices,
             loss=self._loss(z, soft, temperature, mask),
-            reconstruction=masked_mean((z - soft.mu).square().sum(-1), mask),
+            reconstruction=masked_mean(soft.reconstruction, mask),
             variance=masked_mean(soft.variance, mask),
             entropy=masked_mean(soft.entropy, mask),
             spread=spread(z, mask),
@@ -129,6 +131,16 @@ class DDCLCodebook(Codebook):
         if self.updates:
             self._advance(z, mask, assignment)
         return assignment
+
+    def _decoder_input(self, soft: ddcl.SoftAssignment) -> Tensor:
+        """The code with the gradients of the soft centroid; in training, before its time, mu."""
+        after = self.config.hard_forward_after
+        if self.training and after == 1:
+            return soft.mu
+        hard = replace_value(soft.mu, self.indices_to_codes(soft.indices))
+        if not self.training or after == 0:
+            return hard
+        return torch.where(self.progress >= after, hard, soft.mu)
 
     @property
     def progress(self) -> Float[Tensor, ""]:
@@ -154,19 +166,18 @@ class DDCLCodebook(Codebook):
         self._mark_initialized()
 
     def _loss(
-        self, z: Tensor, soft: ddcl.SoftAssignment, temperature: Tensor, mask: Tensor | None
+        self,
+        z: Tensor,
+        soft: ddcl.SoftAssignment,
+        temperature: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
-        config = self.config
-        if config.gradient == "detached":
-            # The gradient of L_q for z is that of |z - mu|² with mu fixed: only its share differs.
-            commitment = (z - soft.mu.detach()).square().sum(-1)
-            share = (config.commitment_weight - 1) * (commitment - commitment.detach())
-            competitive = ddcl.competitive_loss(z, soft, "detached").loss + share
-        else:
+        config, competing = self.config, soft
+        if config.gradient == "full":
             # Another soft assignment, or the gradient of the decoder would get this share as well.
             shared = z.detach() + config.commitment_weight * (z - z.detach())
-            again = ddcl.soft_assignment(shared, self.prototype, temperature, mask)
-            competitive = ddcl.competitive_loss(shared, again, "full").loss
+            competing = ddcl.soft_assignment(shared, self.prototype, temperature, mask)
+        competitive = ddcl.competitive_loss(competing, config.gradient).loss
         loss = masked_mean(competitive, mask) / self.dim
         return loss + config.usage_weight * _divergence_from_uniform(soft.usage)
 
@@ -183,7 +194,11 @@ class DDCLCodebook(Codebook):
         self.direction.copy_(torch.where(length > 0, image / length, self.direction))
         self.critical.copy_(2 * length)
         temperature = self.config.temperature.next(
-            self.temperature, self.progress, assignment.entropy, self.critical, self.codebook_size
+            self.temperature,
+            self.progress,
+            assignment.entropy,
+            self.critical,
+            self.codebook_size,
         )
         self.temperature.copy_(torch.where(real, temperature, self.temperature))
         if not torch.compiler.is_compiling():
