@@ -25,7 +25,7 @@ from softvq import VQVAE, checkpoint, figures
 from softvq.autoencoder import crop
 from softvq.data import ImageSet, load_images
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import Interrupted, find_device, run_program
+from softvq.program import Interrupted, find_device, parse_flags, run_program
 from softvq.training import (
     Experiment,
     NonFiniteLoss,
@@ -80,12 +80,14 @@ def parse(arguments: Sequence[str]) -> tuple[str, Run]:
         for name, experiment in MODELS.items()
     }
     names = [argument for argument in arguments[:1] if argument in MODELS]
-    run = tyro.extras.overridable_config_cli(
-        choices,
-        prog="train_vqvae.py",
-        description=__doc__,
-        args=arguments,
-        config=(tyro.conf.AvoidSubcommands,),
+    run = parse_flags(
+        lambda: tyro.extras.overridable_config_cli(
+            choices,
+            prog="train_vqvae.py",
+            description=__doc__,
+            args=arguments,
+            config=(tyro.conf.AvoidSubcommands,),
+        )
     )
     if not run.out:
         run = replace(run, out=f"runs/{names[0]}-seed{run.train.seed}")
@@ -98,7 +100,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    out = Path(run.out)
+    out, device = Path(run.out), find_device(run.device)
     sections = dict(model=run.model, data=run.data, train=run.train)
     if (out / checkpoint.CONFIG).exists():
         checkpoint.write_config(out, **sections)
@@ -110,17 +112,19 @@ def train(name: str, run: Run) -> dict[str, Any]:
     print(f"{name}: {images.description}; {test.description}", file=sys.stderr)
 
     torch.manual_seed(run.train.seed)
-    model = VQVAE(run.model).to(find_device(run.device))
+    model = VQVAE(run.model).to(device)
     if run.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     checkpoint.write_config(out, **sections)
     _train_epochs(model, images, test, run)
 
-    model = checkpoint.load(out, find_device(run.device))
+    model = checkpoint.load(out, device)
     if not isinstance(perceptual, str):
-        perceptual = perceptual.to(find_device(run.device))
+        perceptual = perceptual.to(device)
     soft, hard = (Reconstruction(perceptual, run.model.channels) for _ in range(2))
     records = checkpoint.read_records(out)
+    if len(records) < run.train.epochs:
+        raise ValueError(f"{out / checkpoint.METRICS} lacks epochs of a run that is trained")
     report = {
         "model": name,
         "seed": run.train.seed,
@@ -132,7 +136,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
         "seconds_per_epoch": sum(record["seconds"] for record in records) / len(records),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **evaluate(model, test, soft.to(find_device(run.device)), hard.to(find_device(run.device))),
+        **evaluate(model, test, soft.to(device), hard.to(device)),
         "absent": hard.absent,
         "figures": _draw(model, test, records, name, out),
     }
@@ -260,11 +264,12 @@ def _draw(
         for field in ("soft", "quantized")
     )
     every_code = torch.arange(model.quantizer.codebook_size, device=x.device)
+    counts = torch.stack([model.encode(part)[0].counts for part in batches(model, test)]).sum(0)
     tiles = model.decode_indices((repeat(every_code, "k -> k h w", h=2, w=2),))
     paths = [
         figures.curves({name: records}, CURVES, out / "curves.png"),
         figures.reconstructions(x[:SHOWN_IMAGES], soft, hard, out / "reconstructions.png"),
-        figures.atlas(tiles, levels[0].counts, out / "atlas.png"),
+        figures.atlas(tiles, counts, out / "atlas.png"),
     ]
     return [str(path) for path in paths]
 

@@ -1,39 +1,43 @@
-"""Speed and memory of the streaming core beside its peers, all measured alternately in one run.
+"""Speed and memory of the streaming core beside its peers, and what a quantizer adds to a training
+step, all measured alternately in one run.
 
 The core is in `softvq.ddcl`; the peers are plain autograd, vector-quantize-pytorch and faiss.
 """
 
-import contextlib
-import io
-import itertools
-import json
-import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
 from einops import einsum
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from softvq.autoencoder import VQVAE, VQVAEConfig
+from softvq.checkpoint import write_json
+from softvq.data import ImageArray
 from softvq.ddcl import SoftAssignment, competitive_loss, nearest, soft_assignment
+from softvq.program import parse_flags, run_program
+from softvq.quantizers import Assignment, DDCLConfig, EMAConfig
+from softvq.training import TrainConfig, build_optimizer, train_step
 
 # (codes, dim): matrix products dominate the first two, the exponential and memory the third.
 SHAPES = ((512, 64), (4096, 64), (16384, 8))
 MEMORY_SHAPE = (65536, 8)
 GEMM_SIDE = 2048
+TOKENS_PER_IMAGE = 64
 
 Step = Callable[[], object]
 
@@ -159,24 +163,31 @@ def seconds_of(step: Step) -> float:
     return time.perf_counter() - start
 
 
+def alternate(steps: dict[str, Step], repeats: int, bar: tqdm) -> dict[str, list[float]]:
+    """Seconds of every step in every repeat, after one warm-up of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(repeats):
+        for name, step in steps.items():
+            seconds[name].append(seconds_of(step))
+        bar.update()
+    return seconds
+
+
 def timings(config: BenchmarkConfig, codes: int, dim: int, bar: tqdm) -> dict[str, list[float]]:
     """Seconds of every contestant in every repeat, after one warm-up, and the floor of the core.
 
     The floor is 14 N K D operations (seven products) at the rate of the repeat's own GEMM.
     """
     steps = contestants(make_problem(config.tokens, codes, dim), config.threads)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for _ in range(config.repeats):
-        for name, step in steps.items():
-            seconds[name].append(seconds_of(step))
-        bar.update()
+    seconds = alternate(steps, config.repeats, bar)
     share = 14 * config.tokens * codes * dim / (2 * GEMM_SIDE**3)
     seconds["floor"] = [share * gemm for gemm in seconds["gemm"]]
     return seconds
 
 
+LOOP_SHARES = ("ddcl_adds", "ema_adds", "data_share")
 RATIOS = (
     ("streaming", "floor"),
     ("streaming", "vector_quantize"),
@@ -197,6 +208,56 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
             "highest": max(each),
         }
     return table
+
+
+class NoQuantizer(nn.Module):
+    """Hands the latents to the decoder: the autoencoder that the quantizer is added to."""
+
+    def assign(self, z: Float[Tensor, "*n d"]) -> Assignment:
+        zero, counts = z.new_zeros(()), torch.zeros(1, dtype=torch.int64)
+        indices = torch.zeros(z.shape[:-1], dtype=torch.int64)
+        return Assignment(
+            z, z, indices, zero, zero, zero, zero, z[0], zero, counts.to(z.dtype), counts
+        )
+
+
+def loop_steps(images: int, precision: Literal["float32", "bfloat16"]) -> dict[str, Step]:
+    """Training steps of the default network for 32x32 images (K = 512, D = 64), with and without
+    quantizer, and the cutting of one batch from a set as large as CIFAR-10."""
+    stored = ImageArray(torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8), "noise")
+    order = torch.randperm(len(stored))
+    pixels = next(stored.batches(order, images))
+    config = TrainConfig(precision=precision)
+    steps: dict[str, Step] = {"data": lambda: next(stored.batches(order, images))}
+    ema = EMAConfig(dim=64, codebook_size=512)
+    methods = {"ddcl": DDCLConfig(dim=64, codebook_size=512), "ema": ema, "none": ema}
+    for name, quantizer in methods.items():
+        model = VQVAE(VQVAEConfig(quantizer=quantizer)).to(memory_format=torch.channels_last)
+        if name == "none":
+            model.add_module("quantizer", NoQuantizer())
+        optimizer = build_optimizer(model, config)
+        steps[name] = partial(train_step, model.train(), optimizer, pixels, 0.25, config)
+    return steps
+
+
+def loop(config: BenchmarkConfig, bar: tqdm) -> dict[str, Any]:
+    """Median seconds of a training step, and what quantizer and data add to it, as shares."""
+    report = {}
+    images = max(1, config.tokens // TOKENS_PER_IMAGE)
+    for precision in ("float32", "bfloat16"):
+        medians = {
+            name: statistics.median(values)
+            for name, values in alternate(
+                loop_steps(images, precision), config.repeats, bar
+            ).items()
+        }
+        report[precision] = {
+            "seconds": medians,
+            "ddcl_adds": medians["ddcl"] / medians["none"] - 1,
+            "ema_adds": medians["ema"] / medians["none"] - 1,
+            "data_share": medians["data"] / medians["ddcl"],
+        }
+    return report
 
 
 def _status_bytes(field: str) -> int:
@@ -261,7 +322,7 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
         "tokens": config.tokens,
         "shapes": [],
     }
-    with tqdm(total=config.repeats * len(SHAPES), file=sys.stderr, unit="repeat") as bar:
+    with tqdm(total=config.repeats * (len(SHAPES) + 2), unit="repeat") as bar:
         for codes, dim in SHAPES:
             wall, cpu = time.perf_counter(), time.process_time()
             seconds = timings(config, codes, dim, bar)
@@ -272,6 +333,7 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
                 {"codes": codes, "dim": dim, "cores": cores}
                 | {"seconds": medians, "ratios": ratios(seconds)}
             )
+        report["loop"] = loop(config, bar)
     codes, dim = MEMORY_SHAPE
     report["memory"] = {"codes": codes, "dim": dim, "peak_bytes": memory(config)}
     return report
@@ -287,43 +349,29 @@ def table(report: dict[str, Any]) -> str:
     lines.append(f"extra peak, K = {report['memory']['codes']}, D = {report['memory']['dim']}")
     for name, peak in report["memory"]["peak_bytes"].items():
         lines.append(f"  {name:26}{peak / 2**20:7.0f}  MiB")
+    for precision, values in report["loop"].items():
+        shares = (f"{name} {100 * values[name]:.1f} %" for name in LOOP_SHARES)
+        lines.append(f"training step, K = 512, D = 64, {precision}: {', '.join(shares)}")
     return "\n".join(lines)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+def main(arguments: Sequence[str]) -> int:
+    """The program; returns its exit status."""
 
+    def action() -> dict[str, Any]:
+        config = parse_flags(lambda: tyro.cli(BenchmarkConfig, args=arguments, description=__doc__))
+        try:
+            report = benchmark(config)
+        except (ModuleNotFoundError, PackageNotFoundError) as error:
+            advice = "the peers come with: pip install 'softvq[dev]'"
+            raise ValueError(f"{error}; {advice}") from None
+        if config.out is not None:
+            write_json(config.out, report)
+        print(table(report), file=sys.stderr)
+        return report
 
-def parse() -> BenchmarkConfig:
-    """The configuration on the command line; a boxed complaint of tyro becomes one ValueError."""
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(BenchmarkConfig, description=__doc__)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
-        complaint = itertools.takewhile(lambda line: line.strip("─╰╯"), lines)
-        raise ValueError(" ".join(complaint)) from None
-
-
-def main() -> None:
-    try:
-        config = parse()
-        report = benchmark(config)
-    except (ValueError, ModuleNotFoundError, PackageNotFoundError) as error:
-        if not isinstance(error, ValueError):
-            error = f"{error}; the peers come with: pip install 'softvq[dev]'"
-        print(f"benchmark: {error}", file=sys.stderr)
-        sys.exit(2)
-    if config.out is not None:
-        write_atomically(config.out, json.dumps(report, indent=2) + "\n")
-    print(table(report), file=sys.stderr)
-    print(json.dumps(report))
+    return run_program(action)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ import tyro
 
 from models import MODELS
 from softvq import checkpoint, figures
-from softvq.program import run_program
+from softvq.program import parse_flags, run_program
 from train_vqvae import CURVES, Run, parse, train
 
 COLUMNS = {
@@ -183,8 +183,12 @@ def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
     cut = list(arguments).index("--") if "--" in arguments else len(arguments)
-    study = tyro.cli(Study, args=arguments[:cut], description=__doc__)
-    return run_program(lambda: compare(study, arguments[cut + 1 :]))
+
+    def action() -> dict[str, Any]:
+        study = parse_flags(lambda: tyro.cli(Study, args=arguments[:cut], description=__doc__))
+        return compare(study, arguments[cut + 1 :])
+
+    return run_program(action)
 
 
 if __name__ == "__main__":

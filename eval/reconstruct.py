@@ -13,7 +13,7 @@ import tyro
 from softvq import checkpoint
 from softvq.data import DataConfig, load_images
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import find_device, run_program
+from softvq.program import find_device, parse_flags, run_program
 from softvq.training import evaluate
 
 
@@ -71,8 +71,13 @@ def _stored_data(run: str) -> DataConfig | None:
 
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
-    evaluation = tyro.cli(Evaluation, args=arguments, description=__doc__)
-    return run_program(lambda: reconstruct(evaluation))
+
+    def action() -> dict[str, Any]:
+        return reconstruct(
+            parse_flags(lambda: tyro.cli(Evaluation, args=arguments, description=__doc__))
+        )
+
+    return run_program(action)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""What the programs share: the device, and how they end, with JSON on stdout, or one line on stderr
-for what went wrong, and an exit status.
+"""What the programs share: flags, device, and how they end, with JSON on stdout, or one line on
+stderr for what went wrong, and an exit status.
 
 What they do is in the programs themselves.
 """
 
+import io
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import redirect_stderr
+from itertools import takewhile
+from typing import Any, TypeVar
 
 import torch
 
 from softvq.checkpoint import strict
+
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
@@ -29,6 +34,20 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def parse_flags(parse: Callable[[], T]) -> T:
+    """What `parse`, a call of tyro, returns; its boxed complaints become one ValueError."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return parse()
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
+        complaint = takewhile(lambda line: line.strip("─╰╯"), lines)
+        raise ValueError(" ".join(complaint)) from None
 
 
 def run_program(action: Callable[[], Any]) -> int:

@@ -318,17 +318,18 @@ def evaluate(
 def _add_level(sums: Sums, number: int, level: Any) -> None:
     tokens = level.counts.sum()
     means = {name: getattr(level, name) for name in _MEANS}
-    added = {name: value * tokens for name, value in means.items()}
+    square = level.spread.double() + level.mean.double().square().sum()
+    added = {name: value * tokens for name, value in means.items()} | {"square": square * tokens}
     totals = {"tokens": tokens, "counts": level.counts, "usage": level.usage}
     sums.add(**{f"{number}/{name}": value for name, value in (added | totals).items()})
 
 
-_MEANS = ("reconstruction", "variance", "entropy", "spread")
+_MEANS = ("reconstruction", "variance", "entropy", "mean")
 
 
 def _level_values(sums: Sums, number: int) -> dict[str, int | float]:
     """Usage of the codes, and the split of L_q, of one level."""
-    means = {name: sums.mean(f"{number}/{name}", f"{number}/tokens") for name in _MEANS}
+    means = {name: sums.mean(f"{number}/{name}", f"{number}/tokens") for name in _MEANS[:3]}
     counts, usage = sums.tensors[f"{number}/counts"], sums.tensors[f"{number}/usage"]
     codes = CodebookUsage(len(counts))
     codes.update(counts, usage)
@@ -338,13 +339,20 @@ def _level_values(sums: Sums, number: int) -> dict[str, int | float]:
         "variance": means["variance"],
         "variance_ratio": means["variance"] / max(means["reconstruction"], 1e-30),
         "token_perplexity": math.exp(means["entropy"]),
-        "spread": means["spread"],
+        "spread": _spread(sums, number),
     }
+
+
+def _spread(sums: Sums, number: int) -> float:
+    """tr Cov(z) over all tokens, whatever the batches were."""
+    tokens = sums.tensors[f"{number}/tokens"]
+    mean, square = (sums.tensors[f"{number}/{name}"] / tokens for name in ("mean", "square"))
+    return max((square - mean.square().sum()).item(), 0.0)
 
 
 def _geometry(codebook: Codebook, sums: Sums, number: int) -> dict[str, int | float]:
     """Whether the prototypes are apart, in units of the tokens' standard deviation."""
-    scale = math.sqrt(sums.mean(f"{number}/spread", f"{number}/tokens"))
+    scale = math.sqrt(_spread(sums, number))
     separation = ddcl.separation(codebook.prototypes)
     return {
         "distinct_codes": ddcl.distinct_codes(codebook.prototypes, 0.01 * scale),

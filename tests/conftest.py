@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+# A second thread would only wait on tensors as small as those of the tests; torch reads this when
+# it is imported, here and in the programs that the tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 install_import_hook("softvq", "beartype.beartype")
 
 

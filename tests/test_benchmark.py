@@ -33,6 +33,11 @@ def test_a_small_run_prints_every_ratio_and_writes_the_same_file(tmp_path):
         assert shape["cores"] > 0
         for ratio in shape["ratios"].values():
             assert 0 < ratio["lowest"] <= ratio["ratio"] <= ratio["highest"]
+    for precision in ("float32", "bfloat16"):
+        loop = report["loop"][precision]
+        medians = loop["seconds"]
+        assert loop["ddcl_adds"] == pytest.approx(medians["ddcl"] / medians["none"] - 1)
+        assert loop["data_share"] == pytest.approx(medians["data"] / medians["ddcl"])
     if sys.platform == "linux":
         peaks = report["memory"]["peak_bytes"]
         assert peaks.keys() == {"streaming", "vector_quantize"}
@@ -54,7 +59,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, complaint):
     done = run(*flags)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("benchmark: ")
+    assert done.stderr.startswith("error: ")
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -41,8 +41,10 @@ class Assignment(NamedTuple):
     """Mean V = sum_k q_k |p_k - soft|²; 0 for hard quantizers."""
     entropy: Float[Tensor, ""]
     """Mean entropy of the weights in nats per token; 0 for hard quantizers."""
+    mean: Float[Tensor, "d"]
+    """Mean of z; with `spread` it gives the covariance's trace over any number of batches."""
     spread: Float[Tensor, ""]
-    """Mean |z - mean(z)|² of the batch, that is tr Cov(z)."""
+    """Mean |z - mean|² of the batch, that is tr Cov(z)."""
     usage: Float[Tensor, "k"]
     """Summed weights of each code."""
     counts: Int[Tensor, "k"]
@@ -198,7 +200,7 @@ def hard_assignment(
         reconstruction=masked_mean((z - codes).square().sum(-1), mask),
         variance=zero,
         entropy=zero,
-        spread=spread(z, mask),
+        **moments(z, mask),
         usage=counts.to(z.dtype),
         counts=counts,
     )
@@ -238,14 +240,16 @@ def masked_mean(values: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"] | None) ->
     return torch.where(mask, values, 0).sum() / mask.sum().clamp_min(1)
 
 
-def spread(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> Float[Tensor, ""]:
-    """tr Cov(z) of the real tokens, without gradient."""
+def moments(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> dict[str, Tensor]:
+    """`mean` and `spread` of the real tokens, without gradient."""
     flat = rearrange(z.detach(), "... d -> (...) d")
     if mask is None:
         count = max(len(flat), 1)
-        deviations = flat - flat.sum(0) / count
+        mean = flat.sum(0) / count
+        deviations = flat - mean
     else:
         real = rearrange(mask, "... -> (...) 1")
         count = real.sum().clamp_min(1)
-        deviations = torch.where(real, flat - torch.where(real, flat, 0).sum(0) / count, 0)
-    return torch.linalg.vector_norm(deviations).square() / count
+        mean = torch.where(real, flat, 0).sum(0) / count
+        deviations = torch.where(real, flat - mean, 0)
+    return {"mean": mean, "spread": torch.linalg.vector_norm(deviations).square() / count}

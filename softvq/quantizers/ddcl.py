@@ -18,8 +18,8 @@ from softvq.quantizers.base import (
     Codebook,
     count_codes,
     masked_mean,
+    moments,
     replace_value,
-    spread,
 )
 from softvq.quantizers.initialization import kmeans_plus_plus, real_tokens
 from softvq.temperature import EntropyTemperature, TemperaturePolicy
@@ -124,7 +124,7 @@ class DDCLCodebook(Codebook):
             reconstruction=masked_mean(soft.reconstruction, mask),
             variance=masked_mean(soft.variance, mask),
             entropy=masked_mean(soft.entropy, mask),
-            spread=spread(z, mask),
+            **moments(z, mask),
             usage=soft.usage,
             counts=count_codes(soft.indices, self.codebook_size),
         )
