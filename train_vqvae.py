@@ -74,12 +74,17 @@ class Run(Experiment):
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, Run]:
-    """The model's name, and its run with the flags applied."""
+    """The model's name, and its run with the flags applied.
+
+    Raises ValueError for an unknown model, and for flags that do not exist or cannot be.
+    """
+    name = arguments[0]
+    if name not in MODELS and not {"-h", "--help"} & set(arguments):
+        raise ValueError(f"the first argument must be one of {', '.join(MODELS)}; got {name}")
     choices = {
         name: (name, Run(model=experiment.model, data=experiment.data, train=experiment.train))
         for name, experiment in MODELS.items()
     }
-    names = [argument for argument in arguments[:1] if argument in MODELS]
     run = parse_flags(
         lambda: tyro.extras.overridable_config_cli(
             choices,
@@ -90,8 +95,8 @@ def parse(arguments: Sequence[str]) -> tuple[str, Run]:
         )
     )
     if not run.out:
-        run = replace(run, out=f"runs/{names[0]}-seed{run.train.seed}")
-    return names[0], run
+        run = replace(run, out=f"runs/{name}-seed{run.train.seed}")
+    return name, run
 
 
 def train(name: str, run: Run) -> dict[str, Any]:

@@ -382,7 +382,8 @@ def test_evaluation_does_not_depend_on_the_batches(model, noise_images, monkeypa
     parts = evaluation(model, images)
     assert parts.keys() == whole.keys()
     for name, value in whole.items():
-        assert parts[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        # The spread is the small difference of float32 means of an untrained encoder.
+        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_evaluation_changes_nothing_in_the_model_and_draws_nothing(model, noise_images):
