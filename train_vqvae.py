@@ -23,24 +23,20 @@ from tqdm import tqdm
 from models import MODELS
 from softvq import VQVAE, checkpoint, figures
 from softvq.autoencoder import crop
-from softvq.data import ImageSet, load_images
+from softvq.data import ImageSet, float_batches, load_images
+from softvq.evaluation import Sums, add_step, evaluate, train_record
 from softvq.metrics import Reconstruction, load_perceptual
 from softvq.program import Interrupted, find_device, parse_flags, run_program
+from softvq.quantizers import codebooks
 from softvq.training import (
     Experiment,
     NonFiniteLoss,
-    Sums,
-    add_step,
-    batches,
     build_optimizer,
-    codebooks,
     epoch_order,
-    evaluate,
     pixel_variance,
     prepare,
     restore,
     set_learning_rate,
-    train_record,
     train_step,
     training_state,
 )
@@ -262,14 +258,16 @@ def _draw(
     model: VQVAE, test: ImageSet, records: list[dict[str, Any]], name: str, out: Path
 ) -> list[str]:
     """Curves, reconstructions and the atlas of the codes; returns the paths."""
-    x = next(batches(model, test))
+    device = next(model.parameters()).device
+    x = next(float_batches(test, device))
     levels = model.encode(x)
     soft, hard = (
         crop(model.decode(tuple(getattr(level, field) for level in levels)), x)[:SHOWN_IMAGES]
         for field in ("soft", "quantized")
     )
-    every_code = torch.arange(model.quantizer.codebook_size, device=x.device)
-    counts = torch.stack([model.encode(part)[0].counts for part in batches(model, test)]).sum(0)
+    every_code = torch.arange(model.quantizer.codebook_size, device=device)
+    parts = float_batches(test, device)
+    counts = torch.stack([model.encode(part)[0].counts for part in parts]).sum(0)
     tiles = model.decode_indices((repeat(every_code, "k -> k h w", h=2, w=2),))
     paths = [
         figures.curves({name: records}, CURVES, out / "curves.png"),

@@ -1,6 +1,6 @@
 """Evaluates a trained run: `python -m eval.reconstruct RUN [--data PATH]` prints one JSON object.
 
-The measures are in `softvq.metrics`, and the loop over the images in `softvq.training`.
+The measures are in `softvq.metrics`, and the loop over the images in `softvq.evaluation`.
 """
 
 import sys
@@ -12,9 +12,9 @@ import tyro
 
 from softvq import checkpoint
 from softvq.data import DataConfig, load_images
+from softvq.evaluation import evaluate
 from softvq.metrics import Reconstruction, load_perceptual
 from softvq.program import find_device, parse_flags, run_program
-from softvq.training import evaluate
 
 
 @dataclass(frozen=True, kw_only=True)

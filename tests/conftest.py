@@ -70,6 +70,104 @@ def noise_images():
     return make
 
 
+@pytest.fixture
+def model(tiny_config, noise_images):
+    """A small VQ-VAE that is ready to be trained for eight steps."""
+    import torch
+
+    from softvq.autoencoder import VQVAE
+    from softvq.training import prepare
+
+    torch.manual_seed(0)
+    model = VQVAE(tiny_config)
+    prepare(model, noise_images(64), total_steps=8)
+    return model
+
+
+@pytest.fixture
+def naive_latents():
+    """The formula of a model's latents of images."""
+    from torch import nn
+
+    def latents(model, x, train: bool):
+        z = model.encoder(x)
+        if isinstance(model.norm, nn.BatchNorm2d):
+            mean, variance = model.norm.running_mean, model.norm.running_var
+            if train:
+                mean, variance = z.mean((0, 2, 3)), z.var((0, 2, 3), correction=0)
+            z = (z - mean[:, None, None]) / (variance[:, None, None] + model.norm.eps).sqrt()
+        return z.movedim(1, -1)
+
+    return latents
+
+
+@pytest.fixture
+def naive_quantizer():
+    """The formulas of (soft, hard, what the decoder of a training step sees, the loss)."""
+    import torch
+
+    from softvq.quantizers import DDCLCodebook, StraightThroughVQ
+
+    def quantize(codebook, z):
+        p, d = codebook.prototypes, codebook.dim
+        distance = (z[..., None, :] - p).square().sum(-1)
+        hard = p[distance.argmin(-1)]
+        if isinstance(codebook, DDCLCodebook):
+            q = torch.softmax(-distance / codebook.temperature.clone(), -1)
+            soft, fixed = q @ p, q.detach()
+            for_codes = (fixed * (z.detach()[..., None, :] - p).square().sum(-1)).sum(-1).mean()
+            for_encoder = (fixed * (z[..., None, :] - p.detach()).square().sum(-1)).sum(-1).mean()
+            usage = q.mean((0, 1, 2))
+            loss = for_codes + 0.05 * (for_encoder - for_encoder.detach())
+            loss = loss / d + 0.1 * (usage * (usage * len(p)).log()).sum()
+            return soft, hard, soft + (hard - soft).detach(), loss
+        loss = 0.25 * (z - hard.detach()).square().mean()
+        if isinstance(codebook, StraightThroughVQ):
+            loss = loss + (z.detach() - hard).square().mean()
+        return hard, hard, z + (hard - z).detach(), loss
+
+    return quantize
+
+
+@pytest.fixture
+def noise_pngs():
+    """A function that makes n PNG files of noise, as bytes by name."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    def make(n: int, folder: str = "", size: int = 16) -> dict[str, bytes]:
+        files = {}
+        for seed in range(n):
+            pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, "PNG")
+            files[f"{folder}{seed:03d}.png"] = buffer.getvalue()
+        return files
+
+    return make
+
+
+@pytest.fixture
+def store():
+    """A function that writes files into a folder, or into a new zip if the path ends so."""
+    import zipfile
+
+    def write(path: Path, files: dict[str, bytes]) -> Path:
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, content in files.items():
+                    archive.writestr(name, content)
+            return path
+        for name, content in files.items():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(content)
+        return path
+
+    return write
+
+
 class _Touch:
     """Creates a file when it is unpickled."""
 

@@ -170,7 +170,7 @@ def test_the_default_network_computes_deepminds():
     hidden = conv(conv(conv(x, 2).relu(), 2).relu()).relu()
     z = conv(residual_stack(hidden), padding=0)
     assert_close(model.encoder(x), z)
-    assert next(weights) is model.quantizer.prototype
+    assert next(weights) is model.quantizer.prototypes
     hidden = conv(residual_stack(conv(z)), 2, transposed=True).relu()
     assert_close(model.decoder(z), conv(hidden, 2, transposed=True))
     assert not list(weights)

@@ -152,7 +152,7 @@ def test_the_file_is_plain_safetensors_and_half_precision_keeps_its_codebook(tmp
     save_model(tmp_path, model)
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["encoder.0.weight"].dtype == torch.bfloat16
-    assert stored["quantizer.prototype"].dtype == torch.float32
+    assert stored["quantizer.prototypes"].dtype == torch.float32
     assert load(tmp_path).quantizer.prototypes.equal(model.quantizer.prototypes)
 
 
@@ -183,7 +183,7 @@ def test_the_file_is_plain_safetensors_and_half_precision_keeps_its_codebook(tmp
         (
             ("model", "quantizer"),
             {"codebook_size": 16},
-            r"quantizer.prototype has shape (8, 4) in .*; the model has (16, 4)",
+            r"quantizer.prototypes has shape (8, 4) in .*; the model has (16, 4)",
         ),
         (("model", "quantizer"), {"dim": 5}, r"has shape (4, 6, 1, 1) in .*; the model has (5, 6"),
         (("model",), {"residual_blocks": 2}, "is missing from .*model.safetensors"),

@@ -189,12 +189,11 @@ def test_padding_changes_nothing(method, padding):
 
 def test_the_start_reads_real_tokens_only(method):
     z, mask = tokens(32, DIM), torch.arange(32) % 3 == 0
-    codebooks = [method(dim=DIM, codebook_size=SIZE) for _ in range(2)]
-    for codebook, arguments in zip(
-        codebooks, [(z[mask],), (z.masked_fill(~mask[:, None], math.nan), mask)], strict=True
-    ):
+    codebooks = []
+    for arguments in ((z[mask],), (z.masked_fill(~mask[:, None], math.nan), mask)):
         torch.manual_seed(3)
-        codebook.initialize(*arguments)
+        codebooks.append(method(dim=DIM, codebook_size=SIZE))
+        codebooks[-1].initialize(*arguments)
     assert_close(state(codebooks[0]), state(codebooks[1]))
 
 

@@ -68,7 +68,7 @@ def test_loss_and_its_gradients_are_the_plain_formula(gradient, commitment_weigh
     weights = dict(commitment_weight=commitment_weight, usage_weight=usage_weight)
     z = tokens().requires_grad_()
     codebook = started(z, gradient=gradient, **weights)
-    p = codebook.prototype
+    p = codebook.prototypes
     loss, expected = codebook.assign(z).loss, plain_loss(z, p, gradient, **weights)
     assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     assert_close(gradients(loss, z, p), gradients(expected, z, p), rtol=1e-10, atol=1e-10)
@@ -80,8 +80,8 @@ def test_commitment_weight_scales_the_encoders_share_and_nothing_else(gradient):
     for weight in (1.0, 0.05):
         codebook = started(z, gradient=gradient, commitment_weight=weight, usage_weight=0.0)
         assignment = codebook.assign(z)
-        decoder = gradients(assignment.quantized.square().sum(), z, codebook.prototype)
-        by_weight[weight] = (*gradients(assignment.loss, z, codebook.prototype), *decoder)
+        decoder = gradients(assignment.quantized.square().sum(), z, codebook.prototypes)
+        by_weight[weight] = (*gradients(assignment.loss, z, codebook.prototypes), *decoder)
     full, small = by_weight[1.0], by_weight[0.05]
     assert_close(small[0], 0.05 * full[0], rtol=1e-10, atol=1e-14)
     assert_close(small[1:], full[1:], rtol=1e-10, atol=1e-14)
@@ -93,23 +93,23 @@ def test_the_usage_term_is_the_divergence_of_mean_weights_from_uniform(gradient)
     codebook = started(z, gradient=gradient, usage_weight=0.0)
     other = started(z, gradient=gradient, usage_weight=2.0)
     loss, with_usage = codebook.assign(z).loss, other.assign(z).loss
-    q, _ = soft_weights(z, codebook.prototype)
+    q, _ = soft_weights(z, codebook.prototypes)
     assert_close(with_usage - loss, 2 * divergence(q))
     added = [
         b - a
         for a, b in zip(
-            gradients(loss, z, codebook.prototype),
-            gradients(with_usage, z, other.prototype),
+            gradients(loss, z, codebook.prototypes),
+            gradients(with_usage, z, other.prototypes),
             strict=True,
         )
     ]
-    assert_close(added, list(gradients(2 * divergence(q), z, codebook.prototype)))
+    assert_close(added, list(gradients(2 * divergence(q), z, codebook.prototypes)))
 
 
 def test_statistics_are_those_of_the_weights():
     z = tokens()
     codebook = started(z)
-    p = codebook.prototype.detach()
+    p = codebook.prototypes.detach()
     q, distances = soft_weights(z, p)
     assignment = codebook.assign(z)
     assert_close(assignment.soft, q @ p)
@@ -124,7 +124,7 @@ def test_weights_of_wide_codes_in_half_precision_are_right():
     z = torch.full((1, 64), 40.0, dtype=torch.float16)
     codebook = started(z.float(), size=2, temperature=FixedTemperature(value=1.0)).half()
     with torch.no_grad():
-        codebook.prototype.copy_(repeat(torch.tensor([41.0, 40.0]), "k -> k d", d=64))
+        codebook.prototypes.copy_(repeat(torch.tensor([41.0, 40.0]), "k -> k d", d=64))
     assignment = codebook.eval().assign(z)
     assert_close(assignment.usage, torch.tensor([math.exp(-64), 1.0]), rtol=1e-4, atol=0)
     assert torch.equal(assignment.soft, z)
@@ -141,8 +141,8 @@ def test_the_decoder_sees_mu_and_then_codes_with_the_gradient_of_mu(after):
         codes = codebook.indices_to_codes(assignment.indices)
         assert torch.equal(assignment.quantized, codes if hard else assignment.soft)
         assert_close(
-            gradients((assignment.quantized * weights).sum(), z, codebook.prototype),
-            gradients((assignment.soft * weights).sum(), z, codebook.prototype),
+            gradients((assignment.quantized * weights).sum(), z, codebook.prototypes),
+            gradients((assignment.soft * weights).sum(), z, codebook.prototypes),
             rtol=0,
             atol=0,
         )
@@ -243,7 +243,6 @@ def test_training_reaches_k_means_with_every_code_used_and_distinct(mixture):
         size,
         temperature=EntropyTemperature(),
         schedule_steps=steps,
-        init="uniform",
         usage_weight=0.05,
     )
     optimizer = torch.optim.Adam(codebook.parameters(), lr=0.03)
@@ -257,6 +256,6 @@ def test_training_reaches_k_means_with_every_code_used_and_distinct(mixture):
     error = (mixture - assignment.quantized).square().sum(1).mean().item()
     best = KMeans(size, n_init=5, random_state=0).fit(mixture.numpy()).inertia_ / len(mixture)
     assert (assignment.counts > 0).all()
-    distances = torch.cdist(codebook.prototype.detach(), codebook.prototype.detach())
+    distances = torch.cdist(codebook.prototypes.detach(), codebook.prototypes.detach())
     assert distances.fill_diagonal_(1.0).min() > 0.01
     assert error < 1.05 * best

@@ -17,7 +17,7 @@ def holding(codes: torch.Tensor, **options) -> EMAVQ:
     k, d = codes.shape
     codebook = EMAVQ(dim=d, codebook_size=k, **options)
     codebook.initialize(codes)
-    codebook.codes.copy_(codes)
+    codebook.prototypes.copy_(codes)
     codebook.sums.copy_(codes)
     return codebook
 
@@ -33,7 +33,7 @@ def test_the_codes_returned_are_those_before_the_update():
     assert torch.equal(assignment.quantized, column(0, 10))
     assert_close(assignment.reconstruction, torch.tensor(1.0))
     assert_close(assignment.loss, torch.tensor(0.25))
-    assert_close(codebook.codes, column(0.5, 9.5))
+    assert_close(codebook.prototypes, column(0.5, 9.5))
 
 
 def test_a_count_beyond_the_range_of_half_precision_is_exact():
@@ -42,7 +42,7 @@ def test_a_count_beyond_the_range_of_half_precision_is_exact():
     ).half()
     assignment = codebook.assign(torch.ones(70_000, 4, dtype=torch.float16))
     assert assignment.counts.tolist() == codebook.counts.tolist() == [70_000, 0]
-    assert torch.equal(codebook.codes[0], torch.ones(4))
+    assert torch.equal(codebook.prototypes[0], torch.ones(4))
     assert assignment.loss == 0
 
 
@@ -51,7 +51,7 @@ def test_a_code_without_count_and_smoothing_keeps_its_place():
     for _ in range(3):
         codebook(column(1, 9))
     assert codebook.counts.tolist() == [1, 1, 0]
-    assert torch.equal(codebook.codes, column(1, 9, -10))
+    assert torch.equal(codebook.prototypes, column(1, 9, -10))
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99])
@@ -82,7 +82,7 @@ def test_it_agrees_with_vector_quantize_pytorch_over_many_steps(decay):
         for codes, penalty in ((out.quantized, out.loss), (quantized, loss)):
             (codes.square().sum() + penalty).backward()
         assert_close(z.grad, z_peer.grad)
-    assert_close(codebook.codes, peer.codebook, rtol=1e-5, atol=1e-5)
+    assert_close(codebook.prototypes, peer.codebook, rtol=1e-5, atol=1e-5)
     assert_close(codebook.counts, peer._codebook.cluster_size[0], rtol=1e-5, atol=1e-5)
     assert_close(codebook.sums, peer._codebook.embed_avg[0], rtol=1e-5, atol=1e-5)
 
@@ -105,10 +105,10 @@ def test_a_dead_code_becomes_a_token_with_count_and_sum(dying, near):
     # Counts 15.5 and 0.5; 0.3 times their mean is just alive.
     alive = 0.3 * (3 * 15.5 + 2 * 0.5) / 5
     assert_close(dying.counts, torch.tensor([15.5] * 3 + [alive] * 2))
-    assert torch.isin(dying.codes[3:], near).all()
-    assert dying.codes[3] != dying.codes[4]
-    assert_close(dying.sums[3:], alive * dying.codes[3:])
-    assert_close(dying.codes[:3], dying.sums[:3] / 15.5, rtol=1e-4, atol=1e-4)
+    assert torch.isin(dying.prototypes[3:], near).all()
+    assert dying.prototypes[3] != dying.prototypes[4]
+    assert_close(dying.sums[3:], alive * dying.prototypes[3:])
+    assert_close(dying.prototypes[:3], dying.sums[:3] / 15.5, rtol=1e-4, atol=1e-4)
 
 
 def test_a_revived_code_is_not_pulled_back_and_is_used(dying, near):
@@ -116,24 +116,24 @@ def test_a_revived_code_is_not_pulled_back_and_is_used(dying, near):
     for _ in range(5):
         assignment = dying.assign(near)
         assert (assignment.counts > 0).all()
-        assert ((dying.codes >= 0) & (dying.codes <= 21)).all()
-    assert len(dying.codes.unique()) == 5
+        assert ((dying.prototypes >= 0) & (dying.prototypes <= 21)).all()
+    assert len(dying.prototypes.unique()) == 5
 
 
 def test_no_code_is_revived_when_the_option_is_off(near):
     codebook = holding(column(0, 10, 20, 1000), decay=0.5, smoothing=0.0, dead_below=0.0)
     for _ in range(10):
         codebook(near)
-    assert_close(codebook.codes[3], torch.tensor([1000.0]))
+    assert_close(codebook.prototypes[3], torch.tensor([1000.0]))
 
 
 def test_more_dead_codes_than_tokens_share_the_tokens():
     codebook = holding(column(0, *range(1000, 1007)), decay=0.0, dead_below=0.5)
     z = column(0.1, 0.2, 0.3)
     codebook(z)
-    assert torch.isin(codebook.codes[1:], z).all()
+    assert torch.isin(codebook.prototypes[1:], z).all()
     # Every token is taken before one is taken twice.
-    assert len(codebook.codes[1:].unique()) == 3
+    assert len(codebook.prototypes[1:].unique()) == 3
 
 
 def test_revival_takes_real_tokens_only(dying, near):
@@ -141,7 +141,7 @@ def test_revival_takes_real_tokens_only(dying, near):
     z = near.masked_fill(~mask[:, None], 7e5)
     for _ in range(5):
         dying(z, mask)
-        assert (dying.codes.abs() < 21).all()
+        assert (dying.prototypes.abs() < 21).all()
     assert (dying.counts > 0).all()
 
 
@@ -149,12 +149,12 @@ def test_a_constant_batch_refills_with_its_value():
     codebook = holding(column(1, *range(1000, 1007)), decay=0.5, dead_below=0.9)
     for _ in range(5):
         codebook(torch.ones(64, 1))
-    assert_close(codebook.codes, torch.ones(8, 1), rtol=0, atol=0.1)
+    assert_close(codebook.prototypes, torch.ones(8, 1), rtol=0, atol=0.1)
 
 
 def test_a_broken_token_shows_in_the_loss_and_never_becomes_a_code(dying, near):
     near[::3] = torch.nan
     for _ in range(5):
         assert not dying(near).loss.isfinite()
-    assert ((dying.codes >= 0) & (dying.codes <= 21)).all()
+    assert ((dying.prototypes >= 0) & (dying.prototypes <= 21)).all()
     assert dying.counts.isfinite().all()

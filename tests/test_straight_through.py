@@ -18,7 +18,7 @@ def holding(codes: torch.Tensor, **options) -> StraightThroughVQ:
     codebook = StraightThroughVQ(dim=d, codebook_size=k, **options).to(codes.dtype)
     codebook.initialize(codes)
     with torch.no_grad():
-        codebook.prototype.copy_(codes)
+        codebook.prototypes.copy_(codes)
     return codebook
 
 
@@ -27,7 +27,7 @@ def gradients(codebook: StraightThroughVQ, z: torch.Tensor):
     z = z.clone().requires_grad_()
     loss = codebook(z).loss
     loss.backward()
-    return loss.detach(), z.grad, codebook.prototype.grad
+    return loss.detach(), z.grad, codebook.prototypes.grad
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_gradient_of_quantized_goes_to_z_unchanged_and_not_to_the_codes(pair
     quantized = codebook(z.requires_grad_()).quantized
     (quantized * weights).sum().backward()
     assert torch.equal(z.grad, weights)
-    assert codebook.prototype.grad is None
+    assert codebook.prototypes.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -76,8 +76,8 @@ def test_uniform_start_is_that_of_the_paper():
     for initialize in (False, True):
         if initialize:
             codebook.initialize(100 + torch.randn(64, 64))
-        assert codebook.prototype.abs().max() <= 1 / 32
-        assert_close(codebook.prototype.std(), torch.tensor(1 / 32 / 3**0.5), rtol=0.05, atol=0)
+        assert codebook.prototypes.abs().max() <= 1 / 32
+        assert_close(codebook.prototypes.std(), torch.tensor(1 / 32 / 3**0.5), rtol=0.05, atol=0)
 
 
 def test_it_agrees_with_the_gradient_codebook_of_vector_quantize_pytorch(pair):
@@ -105,3 +105,12 @@ def test_it_agrees_with_the_gradient_codebook_of_vector_quantize_pytorch(pair):
     assert_close(ours, (1 + beta) * loss.detach())
     assert_close(grad_z, beta * z_peer.grad)
     assert_close(grad_codes, peer._codebook.embed.grad[0])
+
+
+def test_codes_set_by_hand_stay_where_the_start_is_uniform():
+    codebook = StraightThroughVQ(dim=2, codebook_size=4)
+    codes = torch.arange(8.0).reshape(4, 2)
+    with torch.no_grad():
+        codebook.prototypes.copy_(codes)
+    codebook(torch.randn(10, 2))
+    assert torch.equal(codebook.prototypes, codes)

@@ -1,4 +1,4 @@
-"""One training step, the groups and the schedule, and the evaluation, against naive formulas.
+"""One training step, the groups, the schedule and the state, against naive formulas.
 
 Whole runs, with their files and their interruptions, are in test_programs.
 """
@@ -16,30 +16,22 @@ from einops import rearrange
 from torch import nn
 from torch.testing import assert_close
 
-from softvq import training
+from softvq import data, training
 from softvq.autoencoder import VQVAE
 from softvq.checkpoint import read_tensors, write_tensors
-from softvq.data import ImageArray, to_float
-from softvq.metrics import Reconstruction
+from softvq.data import to_float
+from softvq.evaluation import Sums, add_step, train_record
 from softvq.quantizers import EMAVQ, DDCLCodebook, StraightThroughVQ
-from softvq.training import NonFiniteLoss, Sums, TrainConfig
+from softvq.training import NonFiniteLoss, TrainConfig
 
 RECIPE = TrainConfig(epochs=2, batch_size=16, lr=1e-3, eps=0.1)
-
-
-@pytest.fixture
-def model(tiny_config, noise_images) -> VQVAE:
-    torch.manual_seed(0)
-    model = VQVAE(tiny_config)
-    training.prepare(model, noise_images(64), total_steps=8)
-    return model
 
 
 def steps(model, optimizer, images, sums, numbers) -> Sums:
     for number in numbers:
         training.set_learning_rate(optimizer, RECIPE, number / 8)
         (pixels,) = images.batches(torch.arange(16) + 16 * (number % 4), 16)
-        training.add_step(sums, *training.train_step(model.train(), optimizer, pixels, 0.3, RECIPE))
+        add_step(sums, *training.train_step(model.train(), optimizer, pixels, 0.3, RECIPE))
     return sums
 
 
@@ -51,37 +43,9 @@ def assert_same(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
     assert_close(state, other, rtol=0, atol=0, equal_nan=True)
 
 
-def naive_latents(model: VQVAE, x: torch.Tensor, train: bool) -> torch.Tensor:
-    z = model.encoder(x)
-    if isinstance(model.norm, nn.BatchNorm2d):
-        mean, variance = model.norm.running_mean, model.norm.running_var
-        if train:
-            mean, variance = z.mean((0, 2, 3)), z.var((0, 2, 3), correction=0)
-        z = (z - mean[:, None, None]) / (variance[:, None, None] + model.norm.eps).sqrt()
-    return z.movedim(1, -1)
-
-
-def naive_quantizer(codebook, z: torch.Tensor):
-    """(soft, hard, what the decoder of a training step sees, the quantizer's loss)."""
-    p, d = codebook.prototypes, codebook.dim
-    distance = (z[..., None, :] - p).square().sum(-1)
-    hard = p[distance.argmin(-1)]
-    if isinstance(codebook, DDCLCodebook):
-        q = torch.softmax(-distance / codebook.temperature.clone(), -1)
-        soft, fixed = q @ p, q.detach()
-        for_codes = (fixed * (z.detach()[..., None, :] - p).square().sum(-1)).sum(-1).mean()
-        for_encoder = (fixed * (z[..., None, :] - p.detach()).square().sum(-1)).sum(-1).mean()
-        usage = q.mean((0, 1, 2))
-        loss = for_codes + 0.05 * (for_encoder - for_encoder.detach())
-        loss = loss / d + 0.1 * (usage * (usage * len(p)).log()).sum()
-        return soft, hard, soft + (hard - soft).detach(), loss
-    loss = 0.25 * (z - hard.detach()).square().mean()
-    if isinstance(codebook, StraightThroughVQ):
-        loss = loss + (z.detach() - hard).square().mean()
-    return hard, hard, z + (hard - z).detach(), loss
-
-
-def test_a_step_has_the_loss_and_the_gradients_of_the_naive_formula(model, noise_images):
+def test_a_step_has_the_loss_and_the_gradients_of_the_naive_formula(
+    model, noise_images, naive_latents, naive_quantizer
+):
     pixels, variance = noise_images(16).pixels, 0.3
     reference, x = copy.deepcopy(model), to_float(pixels)
     *_, seen, quantizer_loss = naive_quantizer(
@@ -163,7 +127,7 @@ def test_prototypes_have_a_group_of_their_own_and_every_parameter_has_one(model)
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert rates.keys() == {id(p) for p in model.parameters()}
     for name, parameter in model.named_parameters():
-        assert rates[id(parameter)] == (1e-2 if name == "quantizer.prototype" else 1e-3)
+        assert rates[id(parameter)] == (1e-2 if name == "quantizer.prototypes" else 1e-3)
     learned = not isinstance(model.quantizer, EMAVQ)
     names = ["network", "prototypes"] if learned else ["network"]
     assert [group["name"] for group in groups] == names
@@ -174,7 +138,7 @@ def test_two_codebooks_share_the_group_of_the_prototypes():
     network, prototypes = training.param_groups(
         nn.ModuleList([nn.Linear(2, 2), bank, EMAVQ(dim=2, codebook_size=3), other]), 1.0, 0.5
     )
-    assert [id(p) for p in prototypes["params"]] == [id(bank.prototype), id(other.prototype)]
+    assert [id(p) for p in prototypes["params"]] == [id(bank.prototypes), id(other.prototypes)]
     assert (network["lr"], prototypes["lr"]) == (1.0, 2.0)
 
 
@@ -223,7 +187,7 @@ def test_the_order_of_an_epoch_leaves_the_random_numbers_alone(noise_images):
 
 @pytest.mark.parametrize("batch", [1, 7, 256])
 def test_the_variance_of_the_pixels_is_numpys(noise_images, monkeypatch, batch):
-    monkeypatch.setattr(training, "_EVALUATION_BATCH", batch)
+    monkeypatch.setattr(data, "_FLOAT_BATCH", batch)
     images = noise_images(21)
     images.pixels[:, 0] //= 4
     expected = np.var(to_float(images.pixels).numpy().astype(np.float64))
@@ -236,8 +200,8 @@ def test_images_of_one_colour_have_a_scale_of_one(noise_images):
     assert training.pixel_variance(images) == 1.0
 
 
-def test_prepare_starts_from_the_data_once(tiny_config, noise_images, monkeypatch):
-    monkeypatch.setattr(training, "_EVALUATION_BATCH", 16)
+def test_prepare_starts_from_the_data_once(tiny_config, noise_images, naive_latents, monkeypatch):
+    monkeypatch.setattr(data, "_FLOAT_BATCH", 16)
     images = noise_images(80)
     torch.manual_seed(0)
     model = VQVAE(tiny_config)
@@ -269,7 +233,7 @@ def test_prepare_gives_running_statistics_that_are_plain_means(noise_images, mon
     from softvq.autoencoder import VQVAEConfig
     from softvq.quantizers import DDCLConfig
 
-    monkeypatch.setattr(training, "_EVALUATION_BATCH", 16)
+    monkeypatch.setattr(data, "_FLOAT_BATCH", 16)
     images = noise_images(80)
     torch.manual_seed(0)
     model = VQVAE(VQVAEConfig(quantizer=DDCLConfig(dim=4, codebook_size=8), hidden=6))
@@ -292,115 +256,6 @@ def test_fewer_images_than_the_start_wants_are_all_used(tiny_config, noise_image
     assert len(model.quantizer.prototypes.unique(dim=0)) == 8
 
 
-@pytest.mark.parametrize("batch", [1, 4, 13])
-def test_sums_give_the_mean_of_the_images_whatever_the_batches(batch):
-    # C14: squared error 0 for the first twelve images and 1.3 for the last
-    sums = Sums()
-    for errors in torch.tensor([0.0] * 12 + [1.3]).split(batch):
-        sums.add(images=float(len(errors)), mse=errors.mean() * len(errors))
-    assert sums.mean("mse", "images") == pytest.approx(0.1, rel=1e-7)
-
-
-def test_sums_of_float32_values_are_exact_and_keep_no_graph():
-    sums = Sums()
-    for value in (2.0**24, 1.0, 1.0):
-        sums.add(total=torch.tensor(value, requires_grad=True), count=1.0)
-    assert sums.tensors["total"].item() == 2**24 + 2
-    assert sums.tensors["total"].dtype == torch.float64
-    assert not sums.tensors["total"].requires_grad
-
-
-@pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (30, 30, 4), (63, 1)])
-def test_the_record_of_an_epoch_does_not_depend_on_its_batches(tiny_config, noise_images, sizes):
-    torch.manual_seed(0)
-    model = VQVAE(dataclasses.replace(tiny_config, normalize=False))
-    images = noise_images(64)
-    training.prepare(model, images, total_steps=8)
-    records = []
-    for parts in ((64,), sizes):
-        sums = Sums()
-        for pixels in images.pixels.split(parts):
-            x = to_float(pixels)
-            with torch.no_grad():
-                output = model(x)
-            training.add_step(sums, output, (output.reconstruction - x).square().mean())
-        record = training.train_record(sums, model)
-        # The KL of the mean weights and the batch's own spread are no means over images
-        records.append(
-            {k: v for k, v in record.items() if k not in ("train/quantizer_loss", "train/spread")}
-        )
-    assert_close(*records, rtol=1e-5, atol=1e-6)
-
-
-def evaluation(model, images) -> dict[str, float]:
-    return training.evaluate(model, images, Reconstruction(), Reconstruction())
-
-
-def test_evaluation_equals_the_naive_formulas(model, noise_images):
-    images = noise_images(21, size=12)
-    steps(model, training.build_optimizer(model, RECIPE), noise_images(64), Sums(), range(3))
-    record = evaluation(model, images)
-    with torch.no_grad():
-        x = to_float(images.pixels)
-        z = naive_latents(model, x, train=False)
-        soft, hard, *_ = naive_quantizer(model.quantizer, z)
-        for label, codes in (("soft", soft), ("hard", hard)):
-            error = (model.decoder(codes.movedim(-1, 1)) - x).double().square().mean().item()
-            assert record[f"test/mse_{label}"] == pytest.approx(error, rel=1e-5)
-            assert record[f"test/psnr_{label}"] == pytest.approx(
-                10 * math.log10(4 / error), rel=1e-6
-            )
-        p = model.quantizer.prototypes
-        nearest = (z[..., None, :] - p).square().sum(-1).argmin(-1)
-    share = torch.bincount(nearest.flatten(), minlength=8).double() / nearest.numel()
-    bits = -(share[share > 0] * share[share > 0].log2()).sum().item()
-    assert record["test/tokens"] == 21 * 9
-    assert record["test/bits_per_code"] == pytest.approx(bits, rel=1e-9)
-    assert record["test/bits_per_image"] == pytest.approx(9 * bits, rel=1e-9)
-    assert record["test/perplexity"] == pytest.approx(2**bits, rel=1e-9)
-    assert record["test/utilisation"] == (share > 0).double().mean().item()
-    assert record["test/l_ols"] == pytest.approx(
-        (z - soft).square().sum(-1).mean().item(), rel=1e-4
-    )
-    spread = z.flatten(0, 2).var(0, correction=0).sum().item()
-    assert record["test/spread"] == pytest.approx(spread, rel=1e-4)
-    if isinstance(model.quantizer, DDCLCodebook):
-        assert record["test/psnr_soft"] != record["test/psnr_hard"]
-        assert record["test/variance"] > 0
-    else:
-        assert record["test/psnr_soft"] == record["test/psnr_hard"]
-        assert record["test/variance"] == 0
-        assert record["test/token_perplexity"] == 1
-        assert record["test/perplexity_soft"] == pytest.approx(record["test/perplexity"])
-
-
-@pytest.mark.parametrize("batch", [1, 8, 20])
-def test_evaluation_does_not_depend_on_the_batches(model, noise_images, monkeypatch, batch):
-    images = noise_images(21, size=12)
-    whole = evaluation(model, images)
-    monkeypatch.setattr(training, "_EVALUATION_BATCH", batch)
-    parts = evaluation(model, images)
-    assert parts.keys() == whole.keys()
-    for name, value in whole.items():
-        # The spread is the small difference of float32 means of an untrained encoder.
-        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-
-
-def test_evaluation_changes_nothing_in_the_model_and_draws_nothing(model, noise_images):
-    before, generator = snapshot(model), torch.get_rng_state()
-    record = evaluation(model, noise_images(9))
-    assert_same(before, snapshot(model))
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert record == evaluation(model, noise_images(9))
-
-
-def test_an_evaluation_knows_nothing_of_the_one_before(model, noise_images):
-    metrics = Reconstruction(), Reconstruction()
-    training.evaluate(model, noise_images(9, seed=1), *metrics)
-    again = training.evaluate(model, noise_images(5), *metrics)
-    assert again == evaluation(model, noise_images(5))
-
-
 def fresh(config, noise_images) -> tuple[VQVAE, torch.optim.Adam]:
     """Other weights and other random numbers; the groups and what is in them in another order."""
     torch.manual_seed(1)
@@ -419,7 +274,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(model, tiny_config, noise_imag
     saved, _ = read_tensors(path)
     steps(model, optimizer, images, sums, range(3, 6))
     expected = training.training_state(model, optimizer, sums)
-    record = training.train_record(sums, model)
+    record = train_record(sums, model)
     drawn = torch.rand(3)
 
     other, other_optimizer = fresh(tiny_config, noise_images)
@@ -431,7 +286,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(model, tiny_config, noise_imag
     training.prepare(other, images, total_steps=8)
     steps(other, other_optimizer, images, other_sums, range(3, 6))
     assert_same(training.training_state(other, other_optimizer, other_sums), expected)
-    assert training.train_record(other_sums, other) == record
+    assert train_record(other_sums, other) == record
     assert torch.equal(torch.rand(3), drawn)
 
 
@@ -497,11 +352,3 @@ def test_a_recipe_out_of_bounds_is_refused(field, value, bounds):
 
 def test_the_bounds_of_a_recipe_belong_to_it():
     TrainConfig(epochs=1, batch_size=1, lr=1e-30, eps=1.0, seed=2**32 - 1, precision="bfloat16")
-
-
-def test_batches_are_all_images_in_order(model, noise_images, monkeypatch):
-    monkeypatch.setattr(training, "_EVALUATION_BATCH", 4)
-    images: ImageArray = noise_images(10)
-    parts = list(training.batches(model, images))
-    assert [len(part) for part in parts] == [4, 4, 2]
-    assert torch.equal(torch.cat(parts), to_float(images.pixels))

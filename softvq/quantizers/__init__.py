@@ -1,5 +1,7 @@
 """The quantizers by name; a new method is one file beside this one and one line in `REGISTRY`."""
 
+from torch import nn
+
 from softvq.quantizers.base import Assignment as Assignment
 from softvq.quantizers.base import Codebook as Codebook
 from softvq.quantizers.base import Quantized as Quantized
@@ -24,3 +26,8 @@ def build(config: QuantizerConfig) -> Codebook:
     return next(
         method for method in REGISTRY.values() if method.config_class is type(config)
     ).from_config(config)
+
+
+def codebooks(model: nn.Module) -> list[Codebook]:
+    """The quantizers of a model, one per level."""
+    return [module for module in model.modules() if isinstance(module, Codebook)]

@@ -61,6 +61,8 @@ class Codebook(nn.Module, ABC):
 
     config_class: ClassVar[type]
     initialized: Tensor
+    prototypes: Tensor
+    """The codes (k, d), in the space of z: a parameter, or a buffer if no gradient moves them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -75,11 +77,6 @@ class Codebook(nn.Module, ABC):
         """The codebook that `config`, an instance of `cls.config_class`, describes."""
         return cls(**{name: getattr(config, name) for name in config.__dataclass_fields__})
 
-    @property
-    @abstractmethod
-    def prototypes(self) -> Float[Tensor, "k d"]:
-        """The codes, in the space of z."""
-
     @abstractmethod
     def assign(
         self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
@@ -88,7 +85,7 @@ class Codebook(nn.Module, ABC):
 
     @abstractmethod
     def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
-        """Places the prototypes anew by the rule of the config, for tokens like z.
+        """Makes the codebook ready for tokens like z, by the rule of the config.
 
         Raises ValueError when z holds no real token or a value that is not finite.
         """

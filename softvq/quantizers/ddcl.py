@@ -5,7 +5,6 @@ The formulas are in `softvq.ddcl`, the policies in `softvq.temperature`; here th
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from einops import einsum
@@ -21,7 +20,13 @@ from softvq.quantizers.base import (
     moments,
     replace_value,
 )
-from softvq.quantizers.initialization import kmeans_plus_plus, real_tokens
+from softvq.quantizers.initialization import (
+    Start,
+    check_start,
+    kmeans_plus_plus,
+    real_tokens,
+    uniform_prototypes,
+)
 from softvq.temperature import EntropyTemperature, TemperaturePolicy
 
 # Weight of the past in the running covariance of z, and forward passes between two looks at T / Tc.
@@ -49,15 +54,14 @@ class DDCLConfig:
     hard_forward_after: float = 0.0
     """Fraction of the schedule after which the decoder sees the most probable code, with the
     gradients of the soft centroid: 0 is always, 1 never."""
-    init: Literal["data", "uniform"] = "data"
+    init: Start = "data"
     """Start from k-means++ seeds of the first tokens, or from U(-1/k, 1/k)."""
     schedule_steps: int = 10_000
     """Training forward passes that temperature and hard forward are scheduled over."""
 
     def __post_init__(self) -> None:
         ddcl.check_gradient(self.gradient)
-        if self.init not in ("data", "uniform"):
-            raise ValueError(f"init must be 'data' or 'uniform', got {self.init!r}")
+        check_start(self.init)
         for name in ("dim", "codebook_size", "schedule_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -90,7 +94,7 @@ class DDCLCodebook(Codebook):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         k, d = self.config.codebook_size, self.config.dim
-        self.prototype = nn.Parameter(torch.empty(k, d).uniform_(-1 / k, 1 / k))
+        self.prototypes = nn.Parameter(uniform_prototypes(k, d))
         self.register_buffer("temperature", torch.ones(()))
         self.register_buffer("critical", torch.zeros(()))
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
@@ -99,11 +103,6 @@ class DDCLCodebook(Codebook):
         self.schedule_steps = self.config.schedule_steps
         self._calls = 0
         self._warned = False
-
-    @property
-    def prototypes(self) -> Float[Tensor, "k d"]:
-        """The codes, in the space of z."""
-        return self.prototype
 
     def assign(
         self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
@@ -114,7 +113,7 @@ class DDCLCodebook(Codebook):
         # A copy that autograd may keep while the schedule moves the buffer.
         temperature = self.temperature.clone()
         soft = ddcl.soft_assignment(
-            z, self.prototype, temperature, mask, self.config.commitment_weight
+            z, self.prototypes, temperature, mask, self.config.commitment_weight
         )
         assignment = Assignment(
             quantized=self._decoder_input(soft).to(dtype),
@@ -149,20 +148,20 @@ class DDCLCodebook(Codebook):
 
     @torch.no_grad()
     def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
-        """Places the prototypes by `config.init` and the temperature by its policy's start.
+        """Places the prototypes by k-means++ seeds, or leaves them as built if `init` is uniform.
+
+        The temperature starts where its policy says.
 
         Raises ValueError when z holds no real token or a value that is not finite.
         """
         tokens = real_tokens(self._checked(z, mask), mask)
         if self.config.init == "data":
-            self.prototype.copy_(kmeans_plus_plus(tokens, self.codebook_size))
-        else:
-            self.prototype.uniform_(-1 / self.codebook_size, 1 / self.codebook_size)
+            self.prototypes.copy_(kmeans_plus_plus(tokens, self.codebook_size))
         self.covariance.copy_(ddcl.covariance(tokens))
         self.direction.copy_(torch.linalg.eigh(self.covariance).eigenvectors[:, -1])
         self.critical.copy_(2 * torch.linalg.vector_norm(self._image()))
         sample = tokens[: 2**13]
-        self.temperature.copy_(self.config.temperature.initial(sample, self.prototype))
+        self.temperature.copy_(self.config.temperature.initial(sample, self.prototypes))
         self._mark_initialized()
 
     def _loss(
@@ -176,7 +175,7 @@ class DDCLCodebook(Codebook):
         if config.gradient == "full":
             # Another soft assignment, or the gradient of the decoder would get this share as well.
             shared = z.detach() + config.commitment_weight * (z - z.detach())
-            competing = ddcl.soft_assignment(shared, self.prototype, temperature, mask)
+            competing = ddcl.soft_assignment(shared, self.prototypes, temperature, mask)
         competitive = ddcl.competitive_loss(competing, config.gradient).loss
         loss = masked_mean(competitive, mask) / self.dim
         return loss + config.usage_weight * _divergence_from_uniform(soft.usage)

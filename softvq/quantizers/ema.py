@@ -10,7 +10,12 @@ from torch import Tensor
 
 from softvq import ddcl
 from softvq.quantizers.base import Assignment, Codebook, hard_assignment, masked_mean
-from softvq.quantizers.initialization import kmeans_plus_plus, lloyd, real_tokens
+from softvq.quantizers.initialization import (
+    kmeans_plus_plus,
+    lloyd,
+    real_tokens,
+    uniform_prototypes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +60,16 @@ class EMAVQ(Codebook):
 
     config_class = EMAConfig
     config: EMAConfig
-    codes: Tensor
     counts: Tensor
     sums: Tensor
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
         k, d = self.config.codebook_size, self.config.dim
-        codes = torch.empty(k, d).uniform_(-1 / k, 1 / k)
-        self.register_buffer("codes", codes)
+        codes = uniform_prototypes(k, d)
+        self.register_buffer("prototypes", codes)
         self.register_buffer("counts", torch.ones(k))
         self.register_buffer("sums", codes.clone())
-
-    @property
-    def prototypes(self) -> Float[Tensor, "k d"]:
-        """The codes, in the space of z."""
-        return self.codes
 
     def assign(
         self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
@@ -78,9 +77,9 @@ class EMAVQ(Codebook):
         """Nearest codes with commitment loss; in training mode the averages move afterwards."""
         dtype, z = z.dtype, self._checked(z, mask)
         self._initialize_once(z, mask)
-        indices = ddcl.nearest(z, self.codes)
+        indices = ddcl.nearest(z, self.prototypes)
         # A copy that autograd may keep while the averages below move the codes.
-        codes = self.codes[indices]
+        codes = self.prototypes[indices]
         commitment = masked_mean((z - codes).square().mean(-1), mask)
         loss = self.config.commitment_weight * commitment
         assignment = hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
@@ -96,9 +95,9 @@ class EMAVQ(Codebook):
         """
         tokens = real_tokens(self._checked(z, mask), mask)
         seeds = kmeans_plus_plus(tokens, self.codebook_size)
-        self.codes.copy_(lloyd(tokens, seeds, self.config.kmeans_iterations))
+        self.prototypes.copy_(lloyd(tokens, seeds, self.config.kmeans_iterations))
         self.counts.fill_(1)
-        self.sums.copy_(self.codes)
+        self.sums.copy_(self.prototypes)
         self._mark_initialized()
 
     @torch.no_grad()
@@ -121,7 +120,7 @@ class EMAVQ(Codebook):
         # A count that has decayed to nothing, without smoothing, leaves no mean to move to.
         moved = real.any() & (smoothed * total > torch.finfo(total.dtype).tiny)
         means = self.sums / rearrange(smoothed * total, "k -> k 1")
-        self.codes.copy_(torch.where(rearrange(moved, "k -> k 1"), means, self.codes))
+        self.prototypes.copy_(torch.where(rearrange(moved, "k -> k 1"), means, self.prototypes))
         self._revive(tokens, real)
 
     def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> None:
@@ -134,6 +133,6 @@ class EMAVQ(Codebook):
         order = torch.rand(len(tokens), device=tokens.device).masked_fill(~real, 2).argsort()
         picked = tokens[order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)]]
         rows = rearrange(dead, "k -> k 1")
-        self.codes.copy_(torch.where(rows, picked, self.codes))
+        self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
         self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
         self.counts.copy_(torch.where(dead, just_alive, self.counts))

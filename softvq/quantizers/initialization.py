@@ -1,5 +1,7 @@
 """Starting prototypes from tokens: k-means++ seeds and Lloyd's steps, shared by the quantizers."""
 
+from typing import Literal, get_args
+
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
@@ -7,10 +9,23 @@ from torch import Tensor
 
 from softvq.ddcl import nearest
 
+Start = Literal["data", "uniform"]
+
 # Beyond this many codes, k-means++ draws several seeds before it looks at the distances again.
 _SEQUENTIAL_SEEDS = 512
 # torch.multinomial takes fewer than 2^24 categories, and more tokens add nothing to the seeds.
 _MOST_TOKENS = 2**20
+
+
+def check_start(start: str) -> None:
+    """Raises ValueError for anything but the two ways to start."""
+    if start not in get_args(Start):
+        raise ValueError(f"init must be one of {get_args(Start)}, got {start!r}")
+
+
+def uniform_prototypes(k: int, d: int) -> Float[Tensor, "{k} {d}"]:
+    """U(-1/k, 1/k), the start of van den Oord et al. 2017."""
+    return torch.empty(k, d).uniform_(-1 / k, 1 / k)
 
 
 def real_tokens(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> Float[Tensor, "m d"]:

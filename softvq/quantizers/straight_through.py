@@ -2,7 +2,6 @@
 learned by gradient. Moving averages in place of the gradient are in `softvq.quantizers.ema`."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,7 +9,13 @@ from torch import Tensor, nn
 
 from softvq import ddcl
 from softvq.quantizers.base import Assignment, Codebook, hard_assignment, masked_mean
-from softvq.quantizers.initialization import kmeans_plus_plus, real_tokens
+from softvq.quantizers.initialization import (
+    Start,
+    check_start,
+    kmeans_plus_plus,
+    real_tokens,
+    uniform_prototypes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +28,11 @@ class StraightThroughConfig:
     """Number of codes."""
     commitment_weight: float = 0.25
     """Weight of |z - stopgrad(e)|² / dim (beta); that of |stopgrad(z) - e|² / dim is 1."""
-    init: Literal["uniform", "data"] = "uniform"
+    init: Start = "uniform"
     """Start from U(-1/k, 1/k) as the original does, or from k-means++ seeds of the first tokens."""
 
     def __post_init__(self) -> None:
-        if self.init not in ("uniform", "data"):
-            raise ValueError(f"init must be 'uniform' or 'data', got {self.init!r}")
+        check_start(self.init)
         for name in ("dim", "codebook_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -45,12 +49,7 @@ class StraightThroughVQ(Codebook):
     def __init__(self, **options) -> None:
         super().__init__(**options)
         k, d = self.config.codebook_size, self.config.dim
-        self.prototype = nn.Parameter(torch.empty(k, d).uniform_(-1 / k, 1 / k))
-
-    @property
-    def prototypes(self) -> Float[Tensor, "k d"]:
-        """The codes, in the space of z."""
-        return self.prototype
+        self.prototypes = nn.Parameter(uniform_prototypes(k, d))
 
     def assign(
         self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
@@ -58,8 +57,8 @@ class StraightThroughVQ(Codebook):
         """Nearest codes with codebook and commitment loss."""
         dtype, z = z.dtype, self._checked(z, mask)
         self._initialize_once(z, mask)
-        indices = ddcl.nearest(z, self.prototype)
-        codes = self.prototype[indices]
+        indices = ddcl.nearest(z, self.prototypes)
+        codes = self.prototypes[indices]
         codebook_loss = (z.detach() - codes).square().mean(-1)
         commitment = (z - codes.detach()).square().mean(-1)
         loss = masked_mean(codebook_loss + self.config.commitment_weight * commitment, mask)
@@ -67,13 +66,11 @@ class StraightThroughVQ(Codebook):
 
     @torch.no_grad()
     def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
-        """Places the codes by `config.init`.
+        """Places the codes by k-means++ seeds, or leaves them as built where `init` is uniform.
 
         Raises ValueError when z holds no real token or a value that is not finite.
         """
         tokens = real_tokens(self._checked(z, mask), mask)
         if self.config.init == "data":
-            self.prototype.copy_(kmeans_plus_plus(tokens, self.codebook_size))
-        else:
-            self.prototype.uniform_(-1 / self.codebook_size, 1 / self.codebook_size)
+            self.prototypes.copy_(kmeans_plus_plus(tokens, self.codebook_size))
         self._mark_initialized()
