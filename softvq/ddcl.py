@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from einops import einsum, pack, rearrange, unpack
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -90,15 +90,14 @@ def soft_assignment(
     else:
         z = torch.where(rearrange(mask, "... -> ... 1"), z, 0)
         weights = mask.to(z.dtype)
-    flat, shape = pack([z], "* d")
-    flat_weights, _ = pack([weights], "*")
+    flat, flat_weights = rearrange(z, "... d -> (...) d"), rearrange(weights, "... -> (...)")
     with torch.autocast(z.device.type, enabled=False):
         mu, reconstruction, variance, free_energy, entropy, usage, indices = (
             streaming.soft_assignment(flat, prototypes, t, flat_weights, commitment_weight)
         )
-    (mu,) = unpack(mu, shape, "* d")
+    mu = mu.reshape(z.shape)
     reconstruction, variance, free_energy, entropy, indices = (
-        unpack(x, shape, "*")[0] for x in (reconstruction, variance, free_energy, entropy, indices)
+        x.reshape(weights.shape) for x in (reconstruction, variance, free_energy, entropy, indices)
     )
     if mask is not None:
         mu = torch.where(rearrange(mask, "... -> ... 1"), mu, 0)
@@ -126,10 +125,9 @@ def competitive_loss(soft: SoftAssignment, gradient: Gradient = "detached") -> S
 def nearest(z: Float[Tensor, "*n d"], prototypes: Float[Tensor, "k d"]) -> Int[Tensor, "*n"]:
     """Index of the nearest prototype of every token (the lowest at a tie), without softmax."""
     z, prototypes = _same_space(z.detach(), prototypes.detach())
-    flat, shape = pack([z], "* d")
+    flat = rearrange(z, "... d -> (...) d")
     with torch.autocast(z.device.type, enabled=False):
-        indices = streaming.nearest(flat, prototypes)
-    return unpack(indices, shape, "*")[0]
+        return streaming.nearest(flat, prototypes).reshape(z.shape[:-1])
 
 
 def critical_temperature(
@@ -146,17 +144,17 @@ def covariance(
     z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
 ) -> Float[Tensor, "d d"]:
     """Cov(z) over real tokens, with division by their number; zeros when there are none."""
-    x = z.detach()
-    x, _ = pack([x.to(torch.promote_types(x.dtype, torch.float32))], "* d")
+    x = rearrange(z.detach(), "... d -> (...) d")
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        real = x.new_ones(len(x), 1)
+        count = max(x.shape[0], 1)
+        x = x - x.sum(0) / count
     else:
         real = rearrange(mask, "... -> (...) 1")
-        x, real = torch.where(real, x, 0), real.to(x.dtype)
-    count = real.sum().clamp_min(1)
-    x = (x - x.sum(0) / count) * real
+        count = real.sum().clamp_min(1)
+        x = torch.where(real, x - torch.where(real, x, 0).sum(0) / count, 0)
     with torch.autocast(x.device.type, enabled=False):
-        return einsum(x, x, "n i, n j -> i j") / count
+        return x.T @ x / count
 
 
 def effective_rank(z: Float[Tensor, "*n d"]) -> Float[Tensor, ""]:

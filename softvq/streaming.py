@@ -19,7 +19,8 @@ _GROUP = 64
 def _block_rows(n: int, k: int, device: torch.device) -> int:
     """Tokens in one block: two buffers of k columns should fit a CPU's cache, or fill a GPU."""
     if device.type == "cpu":
-        return max(1, min(n, 1024, max(64, 2**20 // k)))
+        threads = torch.get_num_threads()
+        return max(1, min(n, 512 * threads, max(64, 2**20 * threads // k)))
     return max(1, min(n, max(64, 2**26 // k)))
 
 
@@ -36,8 +37,8 @@ class _Operands(NamedTuple):
 def _operands(p: Tensor, temperature: Tensor) -> _Operands:
     """Laid out (d + 1, k'), the order in which every product is fast."""
     k, d = p.shape
-    # The middle of each channel, which one prototype far away does not move as it would the mean.
-    centre = p.sort(0).values[k // 2]
+    # The median of some prototypes, which one that is far away does not move as it does a mean.
+    centre = p[:: -(-k // 128)].median(0).values
     p = p - centre
     moments = p.new_zeros(d + 1, -(-k // _GROUP) * _GROUP)
     moments[:d, :k] = p.T

@@ -106,7 +106,8 @@ def test_values_and_gradients_equal_the_plain_formula(
     mix(expected).backward()
     for actual, wanted in zip(ours, theirs, strict=True):
         assert actual.grad.dtype == dtype
-        close(actual.grad, wanted.grad, tolerance)
+        # That of T is a sum over tokens that cancels: the plain formula loses 3e-5 in float32.
+        close(actual.grad, wanted.grad, 10 * tolerance if actual is ours[2] else tolerance)
 
 
 def test_entropy_is_in_bounds_and_neither_it_nor_the_index_carries_a_gradient():
