@@ -101,6 +101,8 @@ def train(name: str, run: Run) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("several processes are not supported; start one, without torchrun")
     out, device = Path(run.out), find_device(run.device)
     sections = dict(model=run.model, data=run.data, train=run.train)
     if (out / checkpoint.CONFIG).exists():
@@ -168,20 +170,16 @@ def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> N
             model.train()
             started = saved = time.monotonic()
             for pixels in images.batches(order, config.batch_size):
-                set_learning_rate(
-                    optimizer, config, (epoch * steps + step) / (config.epochs * steps)
-                )
+                done = (epoch * steps + step) / (config.epochs * steps)
+                set_learning_rate(optimizer, config, done)
                 try:
                     output, mse = train_step(model, optimizer, pixels, variance, config)
                 except NonFiniteLoss as error:
                     bar.close()
-                    saved_state = (out / checkpoint.STATE).exists()
-                    rest = (
-                        f"the last good state is in {out}" if saved_state else "no state was saved"
-                    )
-                    raise NonFiniteLoss(
-                        f"{error} in epoch {epoch + 1}, step {step + 1}; {rest}"
-                    ) from None
+                    kept = (out / checkpoint.STATE).exists()
+                    rest = f"the last good state is in {out}" if kept else "no state was saved"
+                    place = f"epoch {epoch + 1}, step {step + 1}"
+                    raise NonFiniteLoss(f"{error} in {place}; {rest}") from None
                 add_step(sums, output, mse)
                 step += 1
                 bar.update()

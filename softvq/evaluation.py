@@ -13,6 +13,9 @@ from softvq.data import ImageSet, float_batches
 from softvq.metrics import CodebookUsage, Reconstruction
 from softvq.quantizers import Codebook, DDCLCodebook, codebooks
 
+# Of an `Assignment`, what is averaged over tokens
+_MEANS = ("reconstruction", "variance", "entropy", "mean")
+
 
 class Sums:
     """Sums over the batches of an epoch, in float64: means that do not depend on batch sizes."""
@@ -95,9 +98,6 @@ def _add_level(sums: Sums, number: int, level: Any) -> None:
     added = {name: value * tokens for name, value in means.items()} | {"square": square * tokens}
     totals = {"tokens": tokens, "counts": level.counts, "usage": level.usage}
     sums.add(**{f"{number}/{name}": value for name, value in (added | totals).items()})
-
-
-_MEANS = ("reconstruction", "variance", "entropy", "mean")
 
 
 def _level_values(sums: Sums, number: int) -> dict[str, int | float]:

@@ -358,6 +358,13 @@ def test_a_flag_out_of_bounds_ends_with_status_2_and_no_run(tmp_path, capsys, fl
     assert not (tmp_path / "run").exists()
 
 
+def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train(tmp_path / "run") == 2
+    assert "several processes are not supported" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_unknown_models_are_refused_with_the_known_ones(tmp_path, capsys):
     assert train(tmp_path, model="photos-dcl") == 2
     captured = capsys.readouterr()
