@@ -37,6 +37,7 @@ from softvq.training import TrainConfig, build_optimizer, train_step
 SHAPES = ((512, 64), (4096, 64), (16384, 8))
 MEMORY_SHAPE = (65536, 8)
 GEMM_SIDE = 2048
+PAUSE_SECONDS = 0.02
 TOKENS_PER_IMAGE = 64
 
 Step = Callable[[], object]
@@ -159,7 +160,7 @@ def contestants(problem: Problem, threads: int) -> dict[str, Step]:
 
 def seconds_of(step: Step) -> float:
     # faiss brings an OpenMP of its own, whose threads keep a core busy for a while after a call.
-    time.sleep(0.02)
+    time.sleep(PAUSE_SECONDS)
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
@@ -329,7 +330,8 @@ def benchmark(config: BenchmarkConfig) -> dict[str, Any]:
             wall, cpu = time.perf_counter(), time.process_time()
             seconds = timings(config, codes, dim, bar)
             # Well below the number of threads, the machine was busy with something else.
-            cores = (time.process_time() - cpu) / (time.perf_counter() - wall)
+            pauses = PAUSE_SECONDS * config.repeats * (len(seconds) - 1)  # the floor is no step
+            cores = (time.process_time() - cpu) / (time.perf_counter() - wall - pauses)
             medians = {name: statistics.median(x) for name, x in seconds.items()}
             report["shapes"].append(
                 {"codes": codes, "dim": dim, "cores": cores}

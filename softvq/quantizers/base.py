@@ -5,6 +5,7 @@ The methods themselves are one file each beside this one; `softvq.quantizers` ho
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,6 +14,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from softvq import ddcl
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodebookConfig:
+    """Options that every quantizer has."""
+
+    dim: int = 256
+    """Width of a code."""
+    codebook_size: int = 512
+    """Number of codes."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "codebook_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class Quantized(NamedTuple):
@@ -59,7 +75,7 @@ class Codebook(nn.Module, ABC):
     from the keywords of its config dataclass, or from a config by `from_config`.
     """
 
-    config_class: ClassVar[type]
+    config_class: ClassVar[type[CodebookConfig]]
     initialized: Tensor
     prototypes: Tensor
     """The codes (k, d), in the space of z: a parameter, or a buffer if no gradient moves them."""

@@ -15,6 +15,7 @@ from softvq import ddcl
 from softvq.quantizers.base import (
     Assignment,
     Codebook,
+    CodebookConfig,
     count_codes,
     masked_mean,
     moments,
@@ -35,13 +36,9 @@ _LOOK_EVERY = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDCLConfig:
+class DDCLConfig(CodebookConfig):
     """Options of `DDCLCodebook`."""
 
-    dim: int = 256
-    """Width of a code."""
-    codebook_size: int = 512
-    """Number of codes."""
     temperature: TemperaturePolicy = field(default_factory=EntropyTemperature)
     """How the temperature moves over the schedule."""
     gradient: ddcl.Gradient = "detached"
@@ -60,11 +57,11 @@ class DDCLConfig:
     """Training forward passes that temperature and hard forward are scheduled over."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ddcl.check_gradient(self.gradient)
         check_start(self.init)
-        for name in ("dim", "codebook_size", "schedule_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.schedule_steps < 1:
+            raise ValueError(f"schedule_steps must be at least 1, got {self.schedule_steps}")
         for name in ("commitment_weight", "usage_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")

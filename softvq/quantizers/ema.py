@@ -9,7 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from softvq import ddcl
-from softvq.quantizers.base import Assignment, Codebook, hard_assignment, masked_mean
+from softvq.quantizers.base import (
+    Assignment,
+    Codebook,
+    CodebookConfig,
+    hard_assignment,
+    masked_mean,
+)
 from softvq.quantizers.initialization import (
     kmeans_plus_plus,
     lloyd,
@@ -19,13 +25,9 @@ from softvq.quantizers.initialization import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EMAConfig:
+class EMAConfig(CodebookConfig):
     """Options of `EMAVQ`."""
 
-    dim: int = 256
-    """Width of a code."""
-    codebook_size: int = 512
-    """Number of codes."""
     commitment_weight: float = 0.25
     """Weight of |z - stopgrad(e)|² / dim."""
     decay: float = 0.99
@@ -39,9 +41,7 @@ class EMAConfig:
     """Lloyd's steps after the k-means++ seeds."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "codebook_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         for name in ("commitment_weight", "smoothing", "kmeans_iterations"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")

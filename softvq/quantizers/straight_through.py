@@ -8,7 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from softvq import ddcl
-from softvq.quantizers.base import Assignment, Codebook, hard_assignment, masked_mean
+from softvq.quantizers.base import (
+    Assignment,
+    Codebook,
+    CodebookConfig,
+    hard_assignment,
+    masked_mean,
+)
 from softvq.quantizers.initialization import (
     Start,
     check_start,
@@ -19,23 +25,17 @@ from softvq.quantizers.initialization import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class StraightThroughConfig:
+class StraightThroughConfig(CodebookConfig):
     """Options of `StraightThroughVQ`."""
 
-    dim: int = 256
-    """Width of a code."""
-    codebook_size: int = 512
-    """Number of codes."""
     commitment_weight: float = 0.25
     """Weight of |z - stopgrad(e)|² / dim (beta); that of |stopgrad(z) - e|² / dim is 1."""
     init: Start = "uniform"
     """Start from U(-1/k, 1/k) as the original does, or from k-means++ seeds of the first tokens."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_start(self.init)
-        for name in ("dim", "codebook_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.commitment_weight < float("inf"):
             raise ValueError(f"commitment_weight must be 0 or more, got {self.commitment_weight}")
 
