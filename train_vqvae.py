@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,17 +69,19 @@ class Run(Experiment):
     """Also write TensorBoard logs into the run folder."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, Run]:
+def parse(
+    arguments: Sequence[str], experiments: Mapping[str, Experiment] = MODELS
+) -> tuple[str, Run]:
     """The model's name, and its run with the flags applied.
 
     Raises ValueError for an unknown model, and for flags that do not exist or cannot be.
     """
     name = arguments[0]
-    if name not in MODELS and not {"-h", "--help"} & set(arguments):
-        raise ValueError(f"the first argument must be one of {', '.join(MODELS)}; got {name}")
+    if name not in experiments and not {"-h", "--help"} & set(arguments):
+        raise ValueError(f"the first argument must be one of {', '.join(experiments)}; got {name}")
     choices = {
         name: (name, Run(model=experiment.model, data=experiment.data, train=experiment.train))
-        for name, experiment in MODELS.items()
+        for name, experiment in experiments.items()
     }
     run = parse_flags(
         lambda: tyro.extras.overridable_config_cli(

@@ -1,12 +1,13 @@
 """Trains models side by side and compares them: `python -m eval.compare MODEL... --out DIR`.
 
 Network, data, order of the data, steps and seeds are the same for all, and are checked to be. The
-same command continues a study that was interrupted; what a run does is in `train_vqvae`.
+same command continues a study that was interrupted; what a run does is in `train_vqvae`, and the
+quantizers of another package that can take part are in `eval.peers`.
 """
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ import tyro
 from models import MODELS
 from softvq import checkpoint, figures
 from softvq.program import parse_flags, run_program
+from softvq.training import Experiment
 from train_vqvae import CURVES, Run, parse, train
 
 COLUMNS = {
@@ -37,11 +39,29 @@ class Study:
     """Flags after `--` go to every run, as in `-- --train.epochs 5 --data.source images.zip`."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Names of models; the first is what the others are compared with."""
+    """Names of models or of peers; the first is what the others are compared with."""
     seeds: tuple[int, ...] = (0,)
     """One run of every model for each."""
     out: str = "runs/compare"
     """Folder of the study: one run folder for each model and seed, the table and the figure."""
+
+
+def experiments(names: Sequence[str]) -> Mapping[str, Experiment]:
+    """The named models, and the peers beside them if `names` has one that is no model of ours.
+
+    Raises ValueError when the peers' package is needed and missing.
+    """
+    others = [name for name in names if name not in MODELS]
+    if not others:
+        return MODELS
+    try:
+        from eval.peers import PEERS  # our own models need no package but those of `train`
+    except ImportError as error:
+        raise ValueError(
+            f"models must be among {', '.join(MODELS)}; got {', '.join(others)}, and peers need "
+            f'vector-quantize-pytorch, from pip install -e ".[dev]" ({error})'
+        ) from None
+    return MODELS | PEERS
 
 
 def plan(study: Study, flags: Sequence[str]) -> dict[str, list[Run]]:
@@ -50,14 +70,15 @@ def plan(study: Study, flags: Sequence[str]) -> dict[str, list[Run]]:
     Raises ValueError for unknown or repeated models and for models that do not share network,
     data and length of training.
     """
-    unknown = [name for name in study.models if name not in MODELS]
+    known = experiments(study.models)
+    unknown = [name for name in study.models if name not in known]
     if unknown or not study.models:
-        raise ValueError(f"models must be among {', '.join(MODELS)}; got {', '.join(unknown)}")
+        raise ValueError(f"models must be among {', '.join(known)}; got {', '.join(unknown)}")
     if len(set(study.models)) < len(study.models) or len(set(study.seeds)) < len(study.seeds):
         raise ValueError("a model or a seed is given twice")
     runs = {}
     for name in study.models:
-        _, run = parse([name, *flags])
+        _, run = parse([name, *flags], known)
         runs[name] = [
             replace(
                 run,
@@ -78,11 +99,11 @@ def plan(study: Study, flags: Sequence[str]) -> dict[str, list[Run]]:
 
 
 def _shared(run: Run) -> dict[str, Any]:
-    """What has to be equal; normalisation and the ratio of learning rates belong to the method."""
+    """What has to be equal; normalisation, width of the codes and ratio of learning rates belong
+    to the method."""
     config = run.model
     return {
         "codebook_size": config.quantizer.codebook_size,
-        "dim": config.quantizer.dim,
         "network": (
             config.channels,
             config.hidden,

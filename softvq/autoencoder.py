@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softvq.quantizers import Assignment, DDCLConfig, QuantizerConfig, build
+from softvq.quantizers import Assignment, CodebookConfig, DDCLConfig, build
 
 Images = Float[Tensor, "b c h w"]
 
@@ -22,7 +22,7 @@ Images = Float[Tensor, "b c h w"]
 class VQVAEConfig:
     """Architecture of `VQVAE`; the width of the latents is that of the quantizer's codes."""
 
-    quantizer: QuantizerConfig = field(default_factory=lambda: DDCLConfig(dim=64))
+    quantizer: CodebookConfig = field(default_factory=lambda: DDCLConfig(dim=64))
     """The quantizer and its options."""
     channels: int = 3
     """Channels of an image."""

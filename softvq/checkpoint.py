@@ -25,17 +25,6 @@ FORMAT = 1
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATE, REPORT = "state.safetensors", "report.json"
 
-_CONFIG_CLASSES = {
-    config_class.__name__: config_class
-    for config_class in (
-        VQVAEConfig,
-        *(method.config_class for method in REGISTRY.values()),
-        EntropyTemperature,
-        AnnealedTemperature,
-        FixedTemperature,
-    )
-}
-
 
 def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> VQVAE:
     """The trained model of a run folder, in eval mode.
@@ -105,7 +94,9 @@ def read_config(run: str | os.PathLike) -> dict[str, Any]:
 
 
 def encode_config(config: Any) -> Any:
-    """A dataclass as plain data, its class under `type`."""
+    """A dataclass as the plain data that JSON gives back, its class under `type`."""
+    if isinstance(config, tuple):
+        return [encode_config(value) for value in config]
     if not is_dataclass(config):
         return config
     values = {f.name: encode_config(getattr(config, f.name)) for f in fields(config)}
@@ -121,10 +112,10 @@ def decode_config(content: Any, expected: Any) -> Any:
     wanted = getattr(expected, "__name__", expected)
     if not isinstance(content, dict):
         raise ValueError(f"expected a {wanted}, got {content!r}")
-    name = content.get("type")
-    if name not in _CONFIG_CLASSES:
-        raise ValueError(f"unknown configuration {name!r}; known are {', '.join(_CONFIG_CLASSES)}")
-    config_class = _CONFIG_CLASSES[name]
+    name, classes = content.get("type"), _config_classes()
+    if name not in classes:
+        raise ValueError(f"unknown configuration {name!r}; known are {', '.join(classes)}")
+    config_class = classes[name]
     if not issubclass(config_class, expected):
         raise ValueError(f"expected a {wanted}, got a {name}")
     known, given = {f.name for f in fields(config_class)}, set(content) - {"type"}
@@ -137,13 +128,31 @@ def decode_config(content: Any, expected: Any) -> Any:
     )
 
 
+def _config_classes() -> dict[str, type]:
+    """What a model's configuration is made of, by name; methods may be registered at any time."""
+    classes = (
+        VQVAEConfig,
+        *(method.config_class for method in REGISTRY.values()),
+        EntropyTemperature,
+        AnnealedTemperature,
+        FixedTemperature,
+    )
+    return {config_class.__name__: config_class for config_class in classes}
+
+
 def _decode_value(content: Any, expected: Any, name: str) -> Any:
-    if isinstance(content, dict):
+    origin = get_origin(expected)
+    if isinstance(content, dict) and origin not in (tuple, Literal):
         return decode_config(content, expected)
-    if get_origin(expected) is Literal:
+    if origin is tuple and isinstance(content, list):
+        item, *_ = get_args(expected)
+        return tuple(_decode_value(value, item, name) for value in content)
+    if origin is Literal:
         fits = content in get_args(expected)
     else:
-        fits = isinstance(content, int | float if expected is float else expected)
+        fits = origin is not tuple and isinstance(
+            content, int | float if expected is float else expected
+        )
     if not fits:
         raise ValueError(f"{name} cannot be {content!r}")
     return content

@@ -1,9 +1,11 @@
-"""The quantizers by name; a new method is one file beside this one and one line in `REGISTRY`."""
+"""The quantizers by name; a new method is one file beside this one and one line in `REGISTRY`.
+Methods from elsewhere are added by `register`."""
 
 from torch import nn
 
 from softvq.quantizers.base import Assignment as Assignment
 from softvq.quantizers.base import Codebook as Codebook
+from softvq.quantizers.base import CodebookConfig as CodebookConfig
 from softvq.quantizers.base import Quantized as Quantized
 from softvq.quantizers.ddcl import DDCLCodebook as DDCLCodebook
 from softvq.quantizers.ddcl import DDCLConfig as DDCLConfig
@@ -18,14 +20,33 @@ REGISTRY: dict[str, type[Codebook]] = {
     "ema": EMAVQ,
 }
 
-QuantizerConfig = DDCLConfig | StraightThroughConfig | EMAConfig
+
+def register(name: str, method: type[Codebook]) -> None:
+    """Adds a method of your own: models are then built with it, trained, saved and loaded.
+
+    `method` is a `Codebook` with a `config_class` of its own: a frozen dataclass that derives from
+    `CodebookConfig`, with fields that JSON can hold (numbers, text, `Literal`, `tuple[int, ...]`).
+    Import the module that registers it before a run folder is loaded, because `config.json` holds
+    nothing but the name of the config class. Raises ValueError when `name`, or the name of the
+    config class, is taken by another method.
+    """
+    for known, other in REGISTRY.items():
+        if other is method:
+            continue
+        if known == name:
+            raise ValueError(f"the name {name!r} is taken by {other.__name__}")
+        if other.config_class.__name__ == method.config_class.__name__:
+            raise ValueError(f"a {method.config_class.__name__} already builds {other.__name__}")
+    REGISTRY[name] = method
 
 
-def build(config: QuantizerConfig) -> Codebook:
-    """The quantizer whose options `config` holds."""
-    return next(
-        method for method in REGISTRY.values() if method.config_class is type(config)
-    ).from_config(config)
+def build(config: CodebookConfig) -> Codebook:
+    """The quantizer whose options `config` holds. Raises ValueError for a class of unknown ones."""
+    methods = {method.config_class: method for method in REGISTRY.values()}
+    if type(config) not in methods:
+        known = ", ".join(config_class.__name__ for config_class in methods)
+        raise ValueError(f"no quantizer is built from a {type(config).__name__}; known are {known}")
+    return methods[type(config)].from_config(config)
 
 
 def codebooks(model: nn.Module) -> list[Codebook]:
