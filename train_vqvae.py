@@ -18,13 +18,24 @@ from typing import Any
 import torch
 import tyro
 from einops import repeat
+from torch import Tensor
 from tqdm import tqdm
 
 from models import MODELS
-from softvq import VQVAE, checkpoint, figures
-from softvq.autoencoder import crop
+from softvq import checkpoint, figures
+from softvq.autoencoder import Autoencoder, crop
 from softvq.data import ImageSet, float_batches, load_images
-from softvq.evaluation import Sums, add_step, evaluate, train_record
+from softvq.evaluation import (
+    Sums,
+    add_step,
+    code_counts,
+    decode_without,
+    evaluate,
+    evaluate_without,
+    mean_codes,
+    train_record,
+)
+from softvq.hierarchical import build_autoencoder
 from softvq.metrics import Reconstruction, load_perceptual
 from softvq.program import Interrupted, find_device, parse_flags, run_program
 from softvq.quantizers import codebooks
@@ -117,7 +128,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
     print(f"{name}: {images.description}; {test.description}", file=sys.stderr)
 
     torch.manual_seed(run.train.seed)
-    model = VQVAE(run.model).to(device)
+    model = build_autoencoder(run.model).to(device)
     if run.train.channels_last:
         model = model.to(memory_format=torch.channels_last)
     checkpoint.write_config(out, **sections)
@@ -130,6 +141,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
     records = checkpoint.read_records(out)
     if len(records) < run.train.epochs:
         raise ValueError(f"{out / checkpoint.METRICS} lacks epochs of a run that is trained")
+    counts = code_counts(model, test)
     report = {
         "model": name,
         "seed": run.train.seed,
@@ -142,14 +154,15 @@ def train(name: str, run: Run) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **evaluate(model, test, soft.to(device), hard.to(device)),
+        **evaluate_without(model, test, mean_codes(model, counts), _quick_metrics(model)[0]),
         "absent": hard.absent,
-        "figures": _draw(model, test, records, name, out),
+        "figures": _draw(model, test, counts, records, name, out),
     }
     checkpoint.write_json(out / checkpoint.REPORT, report)
     return report
 
 
-def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> None:
+def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run) -> None:
     """Every epoch that is still to do, logged and saved one by one."""
     out, config = Path(run.out), run.train
     steps = -(-len(images) // config.batch_size)
@@ -215,7 +228,7 @@ def _train_epochs(model: VQVAE, images: ImageSet, test: ImageSet, run: Run) -> N
 
 
 def _resume(
-    out: Path, model: VQVAE, optimizer: torch.optim.Optimizer
+    out: Path, model: Autoencoder, optimizer: torch.optim.Optimizer
 ) -> tuple[int, int, float, Sums]:
     """(epochs done, steps done in the next, its seconds, its sums) of what the folder holds."""
     if not (out / checkpoint.STATE).exists():
@@ -229,14 +242,14 @@ def _resume(
     return epoch, step, float(progress["seconds"]), sums
 
 
-def _quick_metrics(model: VQVAE) -> list[Reconstruction]:
+def _quick_metrics(model: Autoencoder) -> list[Reconstruction]:
     """For soft and hard decoding; what is slow waits for the report."""
     device = next(model.parameters()).device
     channels = model.config.channels
     return [Reconstruction(channels=channels, with_ssim=False).to(device) for _ in range(2)]
 
 
-def _live(sums: Sums, model: VQVAE) -> str:
+def _live(sums: Sums, model: Autoencoder) -> str:
     record = train_record(sums, model)
     parts = [f"{record['train/psnr']:.2f} dB"]
     for suffix in ("", *(f"_level{number + 1}" for number in range(len(codebooks(model))))):
@@ -249,32 +262,62 @@ def _live(sums: Sums, model: VQVAE) -> str:
 
 
 def _summary(record: dict[str, Any]) -> str:
-    shown = {key: value for key, value in record.items() if key in CURVES}
+    shown = {key: record[key] for key in curve_keys([record])}
     return f"epoch {record['epoch']}: " + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
+
+
+def curve_keys(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys of CURVES that a run has logged, those of each level where there are several."""
+    names = list(dict.fromkeys(key for record in records for key in record))
+    return [
+        key for curve in CURVES for key in names if key == curve or key.startswith(f"{curve}_level")
+    ]
 
 
 @torch.no_grad()
 def _draw(
-    model: VQVAE, test: ImageSet, records: list[dict[str, Any]], name: str, out: Path
+    model: Autoencoder,
+    test: ImageSet,
+    counts: Sequence[Tensor],
+    records: list[dict[str, Any]],
+    name: str,
+    out: Path,
 ) -> list[str]:
-    """Curves, reconstructions and the atlas of the codes; returns the paths."""
-    device = next(model.parameters()).device
-    x = next(float_batches(test, device))
-    levels = model.encode(x)
-    soft, hard = (
-        crop(model.decode(tuple(getattr(level, field) for level in levels)), x)[:SHOWN_IMAGES]
-        for field in ("soft", "quantized")
-    )
-    every_code = torch.arange(model.quantizer.codebook_size, device=device)
-    parts = float_batches(test, device)
-    counts = torch.stack([model.encode(part)[0].counts for part in parts]).sum(0)
-    tiles = model.decode_indices((repeat(every_code, "k -> k h w", h=2, w=2),))
+    """Curves, reconstructions and an atlas of the codes of each level; returns the paths."""
+    x = next(float_batches(test, next(model.parameters()).device))[:SHOWN_IMAGES]
+    levels, means = model.encode(x), mean_codes(model, counts)
+    several = len(levels) > 1
+    quantized = tuple(level.quantized for level in levels)
+    rows = {
+        "original": x,
+        "soft": crop(model.decode(tuple(level.soft for level in levels)), x),
+        "hard": crop(model.decode(quantized), x),
+    }
+    if several:
+        rows |= {
+            f"no level {number + 1}": crop(decode_without(model, quantized, number, means), x)
+            for number in range(len(levels))
+        }
     paths = [
-        figures.curves({name: records}, CURVES, out / "curves.png"),
-        figures.reconstructions(x[:SHOWN_IMAGES], soft, hard, out / "reconstructions.png"),
-        figures.atlas(tiles, counts, out / "atlas.png"),
+        figures.curves({name: records}, curve_keys(records), out / "curves.png"),
+        figures.reconstructions(rows, out / "reconstructions.png"),
     ]
+    for number, count in enumerate(counts):
+        file = out / (f"atlas_level{number + 1}.png" if several else "atlas.png")
+        paths.append(figures.atlas(_tiles(model, number, means), count, file))
     return [str(path) for path in paths]
+
+
+def _tiles(model: Autoencoder, level: int, means: Sequence[Tensor]) -> Tensor:
+    """Every code of a level as a grid of its own, decoded with the other levels at their means."""
+    prototypes = codebooks(model)[level].prototypes
+    grids = []
+    for number, mean in enumerate(means):
+        # The coarsest level has 2 x 2 codes, and each further one twice as many.
+        side = 2 ** (number + 1)
+        codes = prototypes if number == level else mean.expand(len(prototypes), -1)
+        grids.append(repeat(codes, "k d -> k h w d", h=side, w=side))
+    return model.decode(tuple(grids))
 
 
 @contextmanager

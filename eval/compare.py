@@ -18,11 +18,12 @@ from models import MODELS
 from softvq import checkpoint, figures
 from softvq.program import parse_flags, run_program
 from softvq.training import Experiment
-from train_vqvae import CURVES, Run, parse, train
+from train_vqvae import Run, curve_keys, parse, train
 
 COLUMNS = {
     "test/psnr_soft": ("PSNR soft", "dB"),
     "test/psnr_hard": ("PSNR hard", "dB"),
+    "test/psnr_hard_without": ("PSNR hard without", "dB"),
     "test/ssim_hard": ("SSIM hard", ""),
     "test/lpips_hard": ("LPIPS hard", ""),
     "test/nmse_hard": ("NMSE hard", ""),
@@ -103,7 +104,7 @@ def _shared(run: Run) -> dict[str, Any]:
     to the method."""
     config = run.model
     return {
-        "codebook_size": config.quantizer.codebook_size,
+        "codebook_size": tuple(level.codebook_size for level in config.quantizers),
         "network": (
             config.channels,
             config.hidden,
@@ -140,16 +141,21 @@ def summarize(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def epochs_to_full_use(records: Sequence[dict[str, Any]]) -> int | None:
     """The first epoch after which every code is in use on the test split, if there is one."""
-    full = (record["epoch"] for record in records if record["test/utilisation"] == 1)
-    return next(full, None)
+    for record in records:
+        levels = (value for key, value in record.items() if key.startswith("test/utilisation"))
+        if all(share == 1 for share in levels):
+            return record["epoch"]
+    return None
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
     """The comparison in Markdown; what is missing everywhere has no column."""
+    names = dict.fromkeys(key for summary in summaries.values() for key in summary)
     shown = {
-        key: heading
-        for key, heading in COLUMNS.items()
-        if any(key in summary for summary in summaries.values())
+        key: (name + key.removeprefix(column).replace("_level", ", level "), unit)
+        for column, (name, unit) in COLUMNS.items()
+        for key in names
+        if key == column or key.startswith(f"{column}_level")
     }
     heads = [f"{name} [{unit}]" if unit else name for name, unit in shown.values()]
     lines = [["model", *heads], ["---"] * (len(shown) + 1)]
@@ -183,13 +189,15 @@ def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:
             reports[name].append(report | {"epochs_to_full_use": epochs_to_full_use(history)})
     summaries = {name: summarize(part) for name, part in reports.items()}
     out = Path(study.out)
+    every = [record for runs in records.values() for run in runs for record in run]
+    keys = curve_keys(every)
     result = {
         "seeds": list(study.seeds),
         "flags": list(flags),
         "models": summaries,
         "absent": reports[study.models[0]][0]["absent"],
         "figures": [
-            str(figures.curves(records, CURVES, out / "curves.png")),
+            str(figures.curves(records, keys, out / "curves.png")),
             *(path for part in reports.values() for path in part[0]["figures"]),
         ],
     }

@@ -1,10 +1,17 @@
-"""CIFAR-10: 8x8 codes of width 8 from 512, the DDCL codebook beside its two hard baselines.
+"""CIFAR-10: 8x8 codes of width 8 from 512, the DDCL codebook beside its two hard baselines, and
+the three with another 4x4 codes from 512 above them.
 
 Run as `python train_vqvae.py cifar10-ddcl --data.source cifar10.zip` (or without the flag, to
 download the set); results and times are in the README.
 """
 
-from softvq import DDCLConfig, EMAConfig, StraightThroughConfig, VQVAEConfig
+from softvq import (
+    DDCLConfig,
+    EMAConfig,
+    HierarchicalVQVAEConfig,
+    StraightThroughConfig,
+    VQVAEConfig,
+)
 from softvq.data import DataConfig
 from softvq.training import Experiment, TrainConfig
 
@@ -24,6 +31,30 @@ CIFAR10 = {
     ),
     "cifar10-ema": Experiment(
         model=VQVAEConfig(quantizer=EMAConfig(dim=8, codebook_size=512), normalize=False),
+        data=_DATA,
+    ),
+    "cifar10-ddcl-2level": Experiment(
+        model=HierarchicalVQVAEConfig(
+            top=DDCLConfig(dim=8, codebook_size=512),
+            bottom=DDCLConfig(dim=8, codebook_size=512),
+        ),
+        data=_DATA,
+        train=TrainConfig(eps=0.03),
+    ),
+    "cifar10-vq-2level": Experiment(
+        model=HierarchicalVQVAEConfig(
+            top=StraightThroughConfig(dim=8, codebook_size=512),
+            bottom=StraightThroughConfig(dim=8, codebook_size=512),
+            normalize=False,
+        ),
+        data=_DATA,
+    ),
+    "cifar10-ema-2level": Experiment(
+        model=HierarchicalVQVAEConfig(
+            top=EMAConfig(dim=8, codebook_size=512),
+            bottom=EMAConfig(dim=8, codebook_size=512),
+            normalize=False,
+        ),
         data=_DATA,
     ),
 }

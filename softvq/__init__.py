@@ -5,6 +5,8 @@ from softvq.autoencoder import VQVAEConfig as VQVAEConfig
 from softvq.autoencoder import VQVAEOutput as VQVAEOutput
 from softvq.checkpoint import load as load
 from softvq.checkpoint import save_model as save_model
+from softvq.hierarchical import HierarchicalVQVAE as HierarchicalVQVAE
+from softvq.hierarchical import HierarchicalVQVAEConfig as HierarchicalVQVAEConfig
 from softvq.quantizers import EMAVQ as EMAVQ
 from softvq.quantizers import Assignment as Assignment
 from softvq.quantizers import Codebook as Codebook

@@ -1,8 +1,11 @@
-"""The flat VQ-VAE: DeepMind's CIFAR-10 encoder and decoder around any quantizer of the registry.
+"""What every autoencoder is, and the flat VQ-VAE: DeepMind's CIFAR-10 encoder and decoder around
+any quantizer of the registry.
 
-The only place that knows images are `b c h w`; quantizers see channels last.
+Here alone images are `b c h w`; quantizers see channels last. Two levels are in
+`softvq.hierarchical`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,17 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from softvq.quantizers import Assignment, CodebookConfig, DDCLConfig, build
+from softvq.quantizers import Assignment, CodebookConfig, DDCLConfig, build, codebooks
 
 Images = Float[Tensor, "b c h w"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VQVAEConfig:
-    """Architecture of `VQVAE`; the width of the latents is that of the quantizer's codes."""
+class NetworkConfig:
+    """The convolutions of an autoencoder, whatever its levels are."""
 
-    quantizer: CodebookConfig = field(default_factory=lambda: DDCLConfig(dim=64))
-    """The quantizer and its options."""
     channels: int = 3
     """Channels of an image."""
     hidden: int = 128
@@ -33,7 +34,7 @@ class VQVAEConfig:
     residual_hidden: int = 32
     """Channels inside a residual block."""
     downsamplings: int = 2
-    """Halvings of height and width: 2 turns 32x32 images into 8x8 codes."""
+    """Halvings of height and width down to the finest codes: 2 turns 32x32 images into 8x8."""
     normalize: bool = True
     """Affine-free batch normalisation of the latents, with running statistics in eval mode."""
 
@@ -42,6 +43,23 @@ class VQVAEConfig:
         for name, least in bounds.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def quantizers(self) -> tuple[CodebookConfig, ...]:
+        """The quantizers' options, one per level."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VQVAEConfig(NetworkConfig):
+    """Architecture of `VQVAE`; the width of the latents is that of the quantizer's codes."""
+
+    quantizer: CodebookConfig = field(default_factory=lambda: DDCLConfig(dim=64))
+    """The quantizer and its options."""
+
+    @property
+    def quantizers(self) -> tuple[CodebookConfig, ...]:
+        return (self.quantizer,)
 
 
 class VQVAEOutput(NamedTuple):
@@ -54,49 +72,39 @@ class VQVAEOutput(NamedTuple):
     """Sum of the quantizers' losses; the reconstruction loss is the training's affair."""
 
 
-class VQVAE(nn.Module):
-    """Encoder, quantizer, decoder. Images are float in [-1, 1], of any height and width."""
+class Autoencoder(nn.Module, ABC):
+    """Encoder, quantizers, decoder, with levels in a tuple everywhere, coarsest first.
 
-    def __init__(self, config: VQVAEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.encoder = _encoder(config)
-        self.norm = LatentNorm(config.quantizer.dim) if config.normalize else nn.Identity()
-        self.quantizer = build(config.quantizer)
-        self.decoder = _decoder(config)
+    Images are float in [-1, 1], of any height and width.
+    """
+
+    config: NetworkConfig
 
     @property
+    @abstractmethod
     def stride(self) -> int:
-        """Pixels in height and width that one code stands for."""
-        return 2**self.config.downsamplings
+        """Pixels in height and width that one code of the coarsest level stands for."""
 
-    def latents(self, x: Images) -> Float[Tensor, "b i j d"]:
-        """What the quantizer is given; edges are repeated up to a multiple of the stride.
+    @abstractmethod
+    def latents(self, x: Images, level: int = 0) -> Float[Tensor, "b i j d"]:
+        """What the quantizer of a level is given, the levels before it being quantized.
 
-        Raises ValueError for images with another number of channels.
+        Edges are repeated up to a multiple of the stride. Raises ValueError for images with
+        another number of channels.
         """
-        if x.shape[1] != self.config.channels:
-            raise ValueError(
-                f"images must have {self.config.channels} channels, got shape {tuple(x.shape)}"
-            )
-        bottom, right = (-size % self.stride for size in x.shape[2:])
-        x = F.pad(x, (0, right, 0, bottom), mode="replicate")
-        return rearrange(self.norm(self.encoder(x)), "b d h w -> b h w d")
 
+    @abstractmethod
     def encode(self, x: Images) -> tuple[Assignment, ...]:
-        """One `Assignment` per level: a tuple of one."""
-        return (self.quantizer.assign(self.latents(x)),)
+        """One `Assignment` per level."""
 
-    def decode(self, quantized: tuple[Float[Tensor, "b i j d"], ...]) -> Images:
+    @abstractmethod
+    def decode(self, quantized: tuple[Float[Tensor, "b _ _ _"], ...]) -> Images:
         """Images from the codes of each level; multiples of the stride in height and width."""
-        (codes,) = quantized
-        weight = next(self.decoder.parameters())
-        return self.decoder(rearrange(codes, "b h w d -> b d h w").to(weight.dtype))
 
-    def decode_indices(self, indices: tuple[Int[Tensor, "b i j"], ...]) -> Images:
+    def decode_indices(self, indices: tuple[Int[Tensor, "b _ _"], ...]) -> Images:
         """Images from the indices of each level; the same, bit for bit, as decoding their codes."""
-        (grid,) = indices
-        return self.decode((self.quantizer.indices_to_codes(grid),))
+        levels = zip(codebooks(self), indices, strict=True)
+        return self.decode(tuple(codebook.indices_to_codes(grid) for codebook, grid in levels))
 
     def forward(self, x: Images) -> VQVAEOutput:
         """Encodes, quantizes, decodes and crops to the size of `x`."""
@@ -104,6 +112,45 @@ class VQVAE(nn.Module):
         reconstruction = self.decode(tuple(level.quantized for level in assignments))
         loss = torch.stack([level.loss for level in assignments]).sum()
         return VQVAEOutput(crop(reconstruction, x), assignments, loss)
+
+    def _padded(self, x: Images) -> Float[Tensor, "b c _ _"]:
+        if x.shape[1] != self.config.channels:
+            raise ValueError(
+                f"images must have {self.config.channels} channels, got shape {tuple(x.shape)}"
+            )
+        bottom, right = (-size % self.stride for size in x.shape[2:])
+        return F.pad(x, (0, right, 0, bottom), mode="replicate")
+
+
+class VQVAE(Autoencoder):
+    """One level: DeepMind's encoder and decoder, and a grid of codes between them."""
+
+    config: VQVAEConfig
+
+    def __init__(self, config: VQVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.quantizer.dim
+        self.encoder = nn.Sequential(*encoder_layers(config), nn.Conv2d(config.hidden, width, 1))
+        self.norm = latent_norm(config, width)
+        self.quantizer = build(config.quantizer)
+        self.decoder = nn.Sequential(*decoder_layers(config, width))
+
+    @property
+    def stride(self) -> int:
+        return 2**self.config.downsamplings
+
+    def latents(self, x: Images, level: int = 0) -> Float[Tensor, "b i j d"]:
+        return rearrange(self.norm(self.encoder(self._padded(x))), "b d h w -> b h w d")
+
+    def encode(self, x: Images) -> tuple[Assignment, ...]:
+        """A tuple of one `Assignment`."""
+        return (self.quantizer.assign(self.latents(x)),)
+
+    def decode(self, quantized: tuple[Float[Tensor, "b _ _ _"], ...]) -> Images:
+        (codes,) = quantized
+        weight = next(self.decoder.parameters())
+        return self.decoder(rearrange(codes, "b h w d -> b d h w").to(weight.dtype))
 
 
 class LatentNorm(nn.BatchNorm2d):
@@ -139,34 +186,36 @@ def crop(images: Float[Tensor, "b c _ _"], like: Images) -> Images:
     return images[:, :, : like.shape[2], : like.shape[3]]
 
 
-def _residual_blocks(config: VQVAEConfig) -> list[nn.Module]:
-    return [
-        *(
-            ResidualBlock(config.hidden, config.residual_hidden)
-            for _ in range(config.residual_blocks)
-        ),
-        nn.ReLU(),
-    ]
+def latent_norm(config: NetworkConfig, width: int) -> nn.Module:
+    """The normalisation of latents of that width, or none."""
+    return LatentNorm(width) if config.normalize else nn.Identity()
 
 
-def _encoder(config: VQVAEConfig) -> nn.Sequential:
-    """Strided convolutions of half and full width, a 3x3, residual blocks, a 1x1 to the codes."""
+def residual_layers(config: NetworkConfig) -> list[nn.Module]:
+    """Residual blocks and the activation that ends them."""
+    blocks = (
+        ResidualBlock(config.hidden, config.residual_hidden) for _ in range(config.residual_blocks)
+    )
+    return [*blocks, nn.ReLU()]
+
+
+def encoder_layers(config: NetworkConfig) -> list[nn.Module]:
+    """Strided convolutions of half and full width, a 3x3, residual blocks."""
     widths = [config.channels, config.hidden // 2] + [config.hidden] * (config.downsamplings - 1)
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Conv2d(before, after, 4, stride=2, padding=1), nn.ReLU()]
     layers += [nn.Conv2d(widths[-1], config.hidden, 3, padding=1), nn.ReLU()]
-    layers += _residual_blocks(config)
-    return nn.Sequential(*layers, nn.Conv2d(config.hidden, config.quantizer.dim, 1))
+    return [*layers, *residual_layers(config)]
 
 
-def _decoder(config: VQVAEConfig) -> nn.Sequential:
-    """The encoder's mirror image, with transposed convolutions."""
+def decoder_layers(config: NetworkConfig, width: int) -> list[nn.Module]:
+    """The encoder's mirror image from codes of that width, with transposed convolutions."""
     widths = [config.hidden] * config.downsamplings + [config.channels]
     if config.downsamplings > 1:
         widths[-2] = config.hidden // 2
-    layers: list[nn.Module] = [nn.Conv2d(config.quantizer.dim, config.hidden, 3, padding=1)]
-    layers += _residual_blocks(config)
+    layers: list[nn.Module] = [nn.Conv2d(width, config.hidden, 3, padding=1)]
+    layers += residual_layers(config)
     for before, after in pairwise(widths):
         layers += [nn.ConvTranspose2d(before, after, 4, stride=2, padding=1), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return layers[:-1]

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from softvq.autoencoder import VQVAE, VQVAEConfig
+from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig
+from softvq.hierarchical import HierarchicalVQVAEConfig, build_autoencoder
 from softvq.quantizers import REGISTRY
 from softvq.temperature import AnnealedTemperature, EntropyTemperature, FixedTemperature
 
@@ -26,19 +27,19 @@ CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATE, REPORT = "state.safetensors", "report.json"
 
 
-def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> VQVAE:
+def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> Autoencoder:
     """The trained model of a run folder, in eval mode.
 
     Raises ValueError for a folder that is no run, a file that is damaged or of another format, and
     weights that do not fit the configuration.
     """
     config = read_config(run)
-    model = VQVAE(decode_config(config.get("model"), VQVAEConfig))
+    model = build_autoencoder(decode_config(config.get("model"), NetworkConfig))
     load_weights(model, Path(run) / MODEL)
     return model.to(device).eval()
 
 
-def save_model(run: str | os.PathLike, model: VQVAE, **sections: Any) -> None:
+def save_model(run: str | os.PathLike, model: Autoencoder, **sections: Any) -> None:
     """Writes what `load` reads; `sections` are further dataclasses for `config.json`.
 
     Raises ValueError if the folder holds a run with another configuration.
@@ -132,6 +133,7 @@ def _config_classes() -> dict[str, type]:
     """What a model's configuration is made of, by name; methods may be registered at any time."""
     classes = (
         VQVAEConfig,
+        HierarchicalVQVAEConfig,
         *(method.config_class for method in REGISTRY.values()),
         EntropyTemperature,
         AnnealedTemperature,
@@ -239,6 +241,8 @@ def _write(path: Path, content: bytes) -> None:
 def _first_difference(old: Any, new: Any, name: str = "") -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*old, *(key for key in new if key not in old)]
+        # Another quantizer explains the options beside it that differ with it.
+        keys.sort(key=lambda key: (key != "type", not isinstance(old.get(key), dict)))
         parts = (
             _first_difference(old.get(key, "absent"), new.get(key, "absent"), f"{name}.{key}")
             for key in keys

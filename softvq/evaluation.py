@@ -2,13 +2,15 @@
 The step that is summed up is in `softvq.training`, the metrics themselves in `softvq.metrics`."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import einsum
 from torch import Tensor, nn
 
 from softvq import ddcl
-from softvq.autoencoder import VQVAE, VQVAEOutput, crop
+from softvq.autoencoder import Autoencoder, VQVAEOutput, crop
 from softvq.data import ImageSet, float_batches
 from softvq.metrics import CodebookUsage, Reconstruction
 from softvq.quantizers import Codebook, DDCLCodebook, codebooks
@@ -59,7 +61,7 @@ def train_record(sums: Sums, model: nn.Module) -> dict[str, int | float]:
 
 @torch.no_grad()
 def evaluate(
-    model: VQVAE, images: ImageSet, soft: Reconstruction, hard: Reconstruction
+    model: Autoencoder, images: ImageSet, soft: Reconstruction, hard: Reconstruction
 ) -> dict[str, int | float]:
     """The logged values of a split, both ways of decoding labelled; the metrics are filled anew.
 
@@ -89,6 +91,51 @@ def evaluate(
         bits += values["bits_per_code"] * values["tokens"] / sums.tensors["images"].item()
         record |= _named("test", values, number, len(codebooks(model)))
     return record | {"test/bits_per_image": bits}
+
+
+@torch.no_grad()
+def code_counts(model: Autoencoder, images: ImageSet) -> tuple[Tensor, ...]:
+    """How often each code is the most probable one in a split, for every level, as (k)."""
+    model.eval()
+    parts = float_batches(images, next(model.parameters()).device)
+    every = [[level.counts for level in model.encode(x)] for x in parts]
+    return tuple(torch.stack(counts).sum(0) for counts in zip(*every, strict=True))
+
+
+def mean_codes(model: Autoencoder, counts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The mean (d) of the codes that occur `counts` times, for every level."""
+    return tuple(
+        einsum(count.to(codebook.prototypes), codebook.prototypes, "k, k d -> d") / count.sum()
+        for count, codebook in zip(counts, codebooks(model), strict=True)
+    )
+
+
+@torch.no_grad()
+def decode_without(
+    model: Autoencoder, codes: tuple[Tensor, ...], level: int, means: Sequence[Tensor]
+) -> Tensor:
+    """Images from codes (b, i, j, d) of which one level is replaced by its mean everywhere."""
+    return model.decode((*codes[:level], means[level].expand_as(codes[level]), *codes[level + 1 :]))
+
+
+@torch.no_grad()
+def evaluate_without(
+    model: Autoencoder, images: ImageSet, means: Sequence[Tensor], hard: Reconstruction
+) -> dict[str, float]:
+    """PSNR of the hard decoding with each level replaced by its mean: what the others carry.
+
+    Nothing for a model of one level.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    record = {}
+    for level in range(len(means) if len(means) > 1 else 0):
+        hard.reset()
+        for x in float_batches(images, device):
+            codes = tuple(assignment.quantized for assignment in model.encode(x))
+            hard.update(crop(decode_without(model, codes, level, means), x), x)
+        record[f"test/psnr_hard_without_level{level + 1}"] = hard.compute()["psnr"].item()
+    return record
 
 
 def _add_level(sums: Sums, number: int, level: Any) -> None:

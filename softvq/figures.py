@@ -5,6 +5,7 @@ Only this module imports matplotlib; the numbers, the images and the file's name
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _draw_run(panel: Axes, seeds: Sequence[Records], key: str, number: int) -> A
     values[~np.isfinite(values)] = np.nan  # which a None from JSON is already
     if np.isnan(values).all():
         return None
-    values *= 100 if key.endswith("utilisation") else 1
+    values *= 100 if _parts(key)[1] == "utilisation" else 1
     colour = _COLOURS[number % len(_COLOURS)]
     style = _MARKERS[number % len(_MARKERS)] if len(epochs) <= 25 else ""
     style += ("-", "--", ":")[number // len(_COLOURS) % 3]
@@ -81,11 +82,9 @@ def _draw_run(panel: Axes, seeds: Sequence[Records], key: str, number: int) -> A
 
 
 def _finish_panel(panel: Axes, key: str) -> None:
-    split, _, metric = key.rpartition("/")
-    stem = metric.removesuffix("_soft").removesuffix("_hard")
+    split, stem, details = _parts(key)
     name, unit = _NAMES.get(stem, (stem.replace("_", " "), ""))
-    decoding = metric.removeprefix(stem).replace("_", ", ")
-    panel.set_title(f"{split} {name}{decoding}{unit}".strip(), fontsize=11)
+    panel.set_title(f"{split} {name}{details}{unit}".strip(), fontsize=11)
     panel.set_xlabel("epoch")
     panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(alpha=0.3)
@@ -99,25 +98,36 @@ def _finish_panel(panel: Axes, key: str) -> None:
         panel.set_yscale("log")
 
 
-def reconstructions(
-    images: Float[Tensor, "b c h w"],
-    soft: Float[Tensor, "b c h w"],
-    hard: Float[Tensor, "b c h w"],
-    path: str | os.PathLike,
-) -> Path:
-    """Rows of originals, of soft and of hard reconstructions, in [-1, 1]; returns the path written.
+def _parts(key: str) -> tuple[str, str, str]:
+    """("test", "psnr", ", hard, level 2") for "test/psnr_hard_level2"."""
+    split, _, metric = key.rpartition("/")
+    match = re.fullmatch(r"(.*?)(_soft|_hard)?(?:_level(\d+))?", metric)
+    assert match is not None  # the first group takes anything
+    stem, decoding, level = match.groups()
+    details = f", {decoding[1:]}" if decoding else ""
+    return split, stem, details + (f", level {level}" if level else "")
+
+
+def reconstructions(rows: Mapping[str, Float[Tensor, "b c h w"]], path: str | os.PathLike) -> Path:
+    """One row of images in [-1, 1] for each label, as original, soft, hard; returns the path.
 
     Pixels are enlarged by a whole factor; values outside the range are clipped. Raises ValueError
-    for no images or other than 1 or 3 channels. The folder of `path` must exist.
+    for no rows, no images or other than 1 or 3 channels. The folder of `path` must exist.
     """
-    _check_images(images)
-    scale = max(1, round(128 / images.shape[2]))
-    tiles = np.concatenate([_pixels(x, scale) for x in (images, soft, hard)])
-    figure = _framed(_grid(tiles, columns=len(images), gap=4), left=90, right=8, top=8)
+    if not rows:
+        raise ValueError("reconstructions need a row of images, got none")
+    for images in rows.values():
+        _check_images(images)
+    first = next(iter(rows.values()))
+    scale = max(1, round(128 / first.shape[2]))
+    tiles = np.concatenate([_pixels(x, scale) for x in rows.values()])
+    left = 18 + 9 * max(map(len, rows))
+    figure = _framed(_grid(tiles, columns=len(first), gap=4), left=left, right=8, top=8)
     width, height = figure.get_size_inches() * _DPI
-    for number, name in enumerate(("original", "soft", "hard")):
+    for number, name in enumerate(rows):
         middle = 8 + number * (tiles.shape[1] + 4) + tiles.shape[1] / 2
-        figure.text(80 / width, 1 - middle / height, name, ha="right", va="center", fontsize=12)
+        position = ((left - 10) / width, 1 - middle / height)
+        figure.text(*position, name, ha="right", va="center", fontsize=12)
     return _write(figure, path)
 
 

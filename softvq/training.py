@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from softvq.autoencoder import VQVAE, VQVAEConfig, VQVAEOutput
+from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig, VQVAEOutput
 from softvq.data import DataConfig, ImageSet, float_batches, to_float
 from softvq.evaluation import Sums
 from softvq.quantizers import DDCLCodebook, codebooks
@@ -56,7 +56,7 @@ class TrainConfig:
 class Experiment:
     """All that a result depends on."""
 
-    model: VQVAEConfig = field(default_factory=VQVAEConfig)
+    model: NetworkConfig = field(default_factory=VQVAEConfig)
     """Architecture."""
     data: DataConfig = field(default_factory=DataConfig)
     """Images."""
@@ -92,31 +92,38 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, don
         group["lr"] = rate * factor
 
 
-def prepare(model: VQVAE, images: ImageSet, total_steps: int) -> None:
+def prepare(model: Autoencoder, images: ImageSet, total_steps: int) -> None:
     """Places the prototypes by the latents of the first images, and sets schedules to their length.
 
-    The images are in an order by hash, so the first are a sample.
+    Level by level, the next being encoded given the codes of those before. The images are in an
+    order by hash, so the first are a sample.
     """
-    (codebook,) = codebooks(model)
-    if isinstance(codebook, DDCLCodebook):
-        codebook.schedule_steps = total_steps
-    if codebook.initialized:
-        return
-    wanted, latents = _TOKENS_PER_CODE * codebook.codebook_size, []
     model.train()
+    for level, codebook in enumerate(codebooks(model)):
+        if isinstance(codebook, DDCLCodebook):
+            codebook.schedule_steps = total_steps
+        if not codebook.initialized:
+            codebook.initialize(_first_latents(model, images, level, codebook.codebook_size))
+
+
+@torch.no_grad()
+def _first_latents(
+    model: Autoencoder, images: ImageSet, level: int, codebook_size: int
+) -> Float[Tensor, "n d"]:
+    """Tokens of a level, some for each of its codes; running statistics become their plain mean."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         # A plain mean: a moving one would remember for long that the variance started at 1.
         norm.momentum = None
-    with torch.no_grad():
-        for x in float_batches(images, next(model.parameters()).device):
-            latents.append(rearrange(model.latents(x), "b h w d -> (b h w) d"))
-            if sum(map(len, latents)) >= wanted:
-                break
+    latents, wanted = [], _TOKENS_PER_CODE * codebook_size
+    for x in float_batches(images, next(model.parameters()).device):
+        latents.append(rearrange(model.latents(x, level), "b h w d -> (b h w) d"))
+        if sum(map(len, latents)) >= wanted:
+            break
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    codebook.initialize(torch.cat(latents))
+    return torch.cat(latents)
 
 
 def epoch_order(images: ImageSet, seed: int, epoch: int) -> Tensor:

@@ -21,6 +21,7 @@ LEVELS = [
     {"temperature"},
     {"quantizers"},
     {"autoencoder"},
+    {"hierarchical"},
     {"checkpoint", "evaluation"},
     {"training"},
     {"program"},

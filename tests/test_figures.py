@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
@@ -27,6 +28,10 @@ def centres(picture: np.ndarray, colour: tuple[int, int, int]) -> tuple[float, f
     return tuple(found.mean(0)) if len(found) else (math.nan, math.nan)
 
 
+def rows(*images: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(("original", "soft", "hard", "no level 1"), images, strict=False))
+
+
 def count(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
     return int((picture == colour).all(-1).sum())
 
@@ -42,7 +47,7 @@ def records(values: list[float | None], key: str = "test/psnr_hard") -> list[dic
 
 def test_reconstructions_are_rows_of_enlarged_originals_soft_and_hard(tmp_path):
     path = reconstructions(
-        plain(RED, RED), plain(GREEN, RED), plain(BLUE, BLUE), tmp_path / "r.png"
+        rows(plain(RED, RED), plain(GREEN, RED), plain(BLUE, BLUE)), tmp_path / "r.png"
     )
     assert path == tmp_path / "r.png"
     picture = pixels(path)
@@ -58,8 +63,8 @@ def test_reconstructions_are_not_smoothed_and_clip_to_the_range(tmp_path):
     image = torch.full((1, 1, 2, 2), -3.0)
     image[0, 0, 0, 1] = 0.0
     image[0, 0, 1, 0] = float("nan")
-    picture = pixels(reconstructions(image, image, image, tmp_path / "r.png"))
-    tile = picture[8 : 8 + 128, 90 : 90 + 128]
+    picture = pixels(reconstructions(rows(image, image, image), tmp_path / "r.png"))
+    tile = picture[8 : 8 + 128, 90 : 90 + 128]  # 18 + 9 letters of "original"
     assert np.unique(tile).tolist() == [0, 128]
     assert (tile[:64, 64:] == 128).all()
     assert (tile[64:, :64] == 128).all()
@@ -67,16 +72,41 @@ def test_reconstructions_are_not_smoothed_and_clip_to_the_range(tmp_path):
 
 
 def test_reconstructions_name_their_rows(tmp_path):
-    picture = pixels(reconstructions(plain(RED), plain(RED), plain(RED), path=tmp_path / "r.png"))
-    dark = np.argwhere((picture[:, :88] < 128).all(-1))[:, 0]
-    assert {int(row) // 132 for row in dark - 8} == {0, 1, 2}
+    named = rows(*4 * [plain(RED)])
+    picture = pixels(reconstructions(named, tmp_path / "r.png"))
+    left = np.argwhere((picture == RED).all(-1))[:, 1].min()
+    assert left >= 9 * len("original")
+    dark = np.argwhere((picture[:, : left - 2] < 128).all(-1))[:, 0]
+    assert {int(row) // 132 for row in dark - 8} == {0, 1, 2, 3}
+
+
+def test_a_picture_without_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="need a row"):
+        reconstructions({}, tmp_path / "r.png")
+
+
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [
+        ("test/psnr_hard", "test PSNR, hard [dB]"),
+        ("test/psnr_hard_level2", "test PSNR, hard, level 2 [dB]"),
+        ("train/utilisation_level1", "train codes in use, level 1 [%]"),
+        ("test/distinct_codes", "test distinct codes"),
+        ("loss", "loss"),
+    ],
+)
+def test_panels_name_split_measure_decoding_and_level(tmp_path, monkeypatch, key, title):
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **_: titles.append(text))
+    curves({"run": records([0.5, 0.25], key)}, [key], tmp_path / "c.png")
+    assert titles == [title]
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 2, 4, 4), (1, 3, 0, 4)])
 def test_what_is_no_picture_is_refused(shape, tmp_path):
     images = torch.zeros(shape)
     with pytest.raises(ValueError, match="expected images of 1 or 3 channels"):
-        reconstructions(images, images, images, tmp_path / "r.png")
+        reconstructions(rows(images, images, images), tmp_path / "r.png")
     with pytest.raises(ValueError, match="expected images of 1 or 3 channels"):
         atlas(images, torch.ones(len(images)), tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []

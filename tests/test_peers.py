@@ -578,7 +578,7 @@ def test_models_may_differ_in_width_and_not_in_the_number_of_codes(monkeypatch):
     other = FSQConfig(dim=8, codebook_size=343, levels=(7, 7, 7))
     fewer = dataclasses.replace(fsq, model=dataclasses.replace(fsq.model, quantizer=other))
     monkeypatch.setitem(PEERS, "fewer", fewer)
-    with pytest.raises(ValueError, match="codebook_size is 343 and 512"):
+    with pytest.raises(ValueError, match=r"codebook_size is \(343,\) and \(512,\)"):
         compare.plan(compare.Study(models=("cifar10-ddcl", "fewer")), [])
 
 
