@@ -152,7 +152,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     """The comparison in Markdown; what is missing everywhere has no column."""
     names = dict.fromkeys(key for summary in summaries.values() for key in summary)
     shown = {
-        key: (name + key.removeprefix(column).replace("_level", ", level "), unit)
+        key: (name + key.removeprefix(column).replace("_level", " level "), unit)
         for column, (name, unit) in COLUMNS.items()
         for key in names
         if key == column or key.startswith(f"{column}_level")

@@ -25,12 +25,17 @@ from eval import compare, reconstruct
 from models import MODELS
 from softvq import checkpoint
 from softvq.program import Interrupted, run_program
+from softvq.quantizers import codebooks
 
 ROOT = Path(__file__).parents[1]
 MODEL = ("--model.hidden", "8", "--model.quantizer.codebook-size", "16")
+TWO_LEVELS = ("--model.hidden", "8", "--model.top.codebook-size", "8")
+TWO_LEVELS += ("--model.bottom.codebook-size", "16", "--data.source", "photos")
 IMAGES = ("--data.train-images", "48", "--data.test-images", "16", "--data.workers", "0")
-FLAGS = (*MODEL, *IMAGES, "--train.batch-size", "16", "--train.epochs", "3")
+REST = (*IMAGES, "--train.batch-size", "16", "--train.epochs", "3")
+FLAGS = (*MODEL, *REST)
 METHODS = ("photos-ddcl", "photos-vq", "photos-ema")
+RUNS = (*METHODS, "cifar10-ddcl-2level")
 
 
 def status_of(main: Callable[[Sequence[str]], int], *arguments: object) -> int:
@@ -41,7 +46,8 @@ def status_of(main: Callable[[Sequence[str]], int], *arguments: object) -> int:
 
 
 def train(out: Path, *flags: object, model: str = "photos-ddcl") -> int:
-    return status_of(train_vqvae.main, model, *FLAGS, "--out", out, *flags)
+    given = (*TWO_LEVELS, *REST) if model.endswith("2level") else FLAGS
+    return status_of(train_vqvae.main, model, *given, "--out", out, *flags)
 
 
 @pytest.fixture
@@ -52,12 +58,12 @@ def no_figures(monkeypatch):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> dict[str, Path]:
-    """One finished run for each method, with the same flags; the first with its pictures."""
+    """One finished run for each method and of two levels; the first and last with pictures."""
     runs = {}
-    for model in METHODS:
+    for model in RUNS:
         runs[model] = tmp_path_factory.mktemp("finished") / model
         with pytest.MonkeyPatch.context() as patch:
-            if model != METHODS[0]:
+            if model not in (RUNS[0], RUNS[-1]):
                 patch.setattr(train_vqvae, "_draw", lambda *arguments: [])
             assert train(runs[model], model=model) == 0
     return runs
@@ -243,7 +249,7 @@ def kill_at(name: str, call: int, out: Path, model: str = "photos-ddcl") -> None
             train(out, model=model)
 
 
-@pytest.mark.parametrize("model", METHODS)
+@pytest.mark.parametrize("model", RUNS)
 def test_a_run_stopped_after_each_step_ends_like_another(
     finished, tmp_path, model, no_figures, capsys
 ):
@@ -258,7 +264,7 @@ def test_a_run_stopped_after_each_step_ends_like_another(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("model", METHODS)
+@pytest.mark.parametrize("model", RUNS)
 def test_a_run_killed_in_each_epoch_ends_like_another(finished, tmp_path, model, no_figures):
     for name, call, logged in (
         ("train_step", 1, 0),
@@ -498,7 +504,7 @@ def evaluated(capsys, *arguments: object) -> dict:
     return json.loads(captured.out)
 
 
-@pytest.mark.parametrize("model", METHODS)
+@pytest.mark.parametrize("model", RUNS)
 def test_reconstruct_finds_the_numbers_of_the_report(finished, capsys, model):
     report = json.loads((finished[model] / "report.json").read_text())
     found = evaluated(capsys, finished[model], "--test-images", 16)
@@ -668,6 +674,41 @@ def test_a_study_gives_mean_and_spread_of_its_runs(study):
         expected = None if None in full else sum(full) / 2
         assert summaries[model]["epochs_to_full_use"]["mean"] == expected
         assert (cells["epochs to 100 %"] == "never") == (expected is None)
+
+
+def test_a_run_of_two_levels_logs_and_draws_each(finished):
+    run = finished["cifar10-ddcl-2level"]
+    report = json.loads((run / "report.json").read_text())
+    drawn = ["curves.png", "reconstructions.png", "atlas_level1.png", "atlas_level2.png"]
+    assert report["figures"] == [str(run / name) for name in drawn]
+    assert all((run / name).exists() for name in drawn)
+    assert (report["test/tokens_level1"], report["test/tokens_level2"]) == (16 * 16, 16 * 64)
+    for record in (*records(run), report):
+        assert "test/utilisation" not in record
+        bits = 0.0
+        for level, (tokens, codes) in enumerate(((16, 8), (64, 16)), start=1):
+            assert record[f"test/variance_level{level}"] >= 0
+            assert 0 < record[f"test/utilisation_level{level}"] <= 1
+            assert record[f"test/distinct_codes_level{level}"] <= codes
+            bits += tokens * record[f"test/bits_per_code_level{level}"]
+        assert record["test/bits_per_image"] == pytest.approx(bits)
+    model = checkpoint.load(run)
+    assert [codebook.codebook_size for codebook in codebooks(model)] == [8, 16]
+
+
+def test_a_study_of_two_levels_has_columns_for_each(tmp_path, no_figures):
+    models = [f"cifar10-{method}-2level" for method in ("ddcl", "ema")]
+    flags = (*TWO_LEVELS, *REST, "--train.epochs", 1)
+    assert status_of(compare.main, *models, "--out", tmp_path, "--", *flags) == 0
+    header, _, *rows = (tmp_path / "compare.md").read_text().splitlines()
+    for name in ("codes in use level 1 [%]", "perplexity level 2", "PSNR hard without level 1"):
+        assert f"| {name}" in header
+    assert [row.split("|")[1].strip() for row in rows] == models
+    summaries = json.loads((tmp_path / "compare.json").read_text())["models"]
+    for model in models:
+        (record,) = records(tmp_path / f"{model}-seed0")
+        full = {record[f"test/utilisation_level{level}"] for level in (1, 2)} == {1}
+        assert summaries[model]["epochs_to_full_use"]["mean"] == (1 if full else None)
 
 
 def test_the_runs_of_a_study_are_matched(study):
