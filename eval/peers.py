@@ -123,7 +123,7 @@ class Peer(Codebook):
     ) -> Assignment:
         """What the peer finds; in training mode it may move its codes afterwards."""
         dtype, z = z.dtype, self._checked(z, mask)
-        self._initialize_once(z, mask)
+        self.initialize_once(z, mask)
         # The peer moves its codes in place.
         prototypes = self.prototypes.detach().clone()
         output, indices, loss = self._found(z, mask)

@@ -16,6 +16,11 @@ from softvq.quantizers import EMAConfig as EMAConfig
 from softvq.quantizers import Quantized as Quantized
 from softvq.quantizers import StraightThroughConfig as StraightThroughConfig
 from softvq.quantizers import StraightThroughVQ as StraightThroughVQ
+from softvq.quantizers import param_groups as param_groups
+from softvq.readout import DDCLHierarchy as DDCLHierarchy
+from softvq.readout import DDCLReadout as DDCLReadout
+from softvq.readout import DDCLReadoutConfig as DDCLReadoutConfig
+from softvq.readout import ReadoutOutput as ReadoutOutput
 from softvq.temperature import AnnealedTemperature as AnnealedTemperature
 from softvq.temperature import EntropyTemperature as EntropyTemperature
 from softvq.temperature import FixedTemperature as FixedTemperature

@@ -108,6 +108,21 @@ def soft_assignment(
     return SoftAssignment(mu, reconstruction, variance, free_energy, entropy, usage, indices)
 
 
+def assignment_weights(
+    z: Float[Tensor, "*n d"],
+    prototypes: Float[Tensor, "k d"],
+    temperature: float | Float[Tensor, ""],
+) -> Float[Tensor, "*n k"]:
+    """The weights q themselves, which `soft_assignment` does not keep; holds an n x k matrix.
+
+    With gradients for z and prototypes. Raises ValueError as `soft_assignment` does.
+    """
+    z, prototypes = _same_space(z, prototypes)
+    t = _checked_temperature(temperature, z)
+    with torch.autocast(z.device.type, enabled=False):
+        return streaming.assignment_weights(z, prototypes, t)
+
+
 def competitive_loss(soft: SoftAssignment, gradient: Gradient = "detached") -> Split:
     """The competitive loss of each token with its exact split L_q = L_OLS + V >= 0.
 

@@ -223,6 +223,15 @@ def _backward(ctx, grad_mu, grad_l_ols, grad_variance, grad_free_energy, _, grad
 soft_assignment.register_autograd(_backward, setup_context=_save)
 
 
+def assignment_weights(z: Tensor, p: Tensor, temperature: Tensor) -> Tensor:
+    """q (..., k) of z (..., d), by operations that autograd knows; no gradient for T."""
+    with torch.no_grad():
+        operands = _operands(p, temperature)
+    x, codes = z - operands.centre, p - operands.centre
+    logits = 2 * x @ codes.T - codes.square().sum(1)
+    return (logits / operands.temperature).softmax(-1)
+
+
 @torch.library.custom_op("softvq::nearest", mutates_args=())
 def nearest(z: Tensor, p: Tensor) -> Tensor:
     """Indices (n) of the nearest of p (k, d) to each of z (n, d)."""

@@ -3,7 +3,7 @@ What is logged is in `softvq.evaluation`; loop, files and printing are in the pr
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig, VQVAEOutput
 from softvq.data import DataConfig, ImageSet, float_batches, to_float
 from softvq.evaluation import Sums
-from softvq.quantizers import DDCLCodebook, codebooks
+from softvq.quantizers import DDCLCodebook, codebooks, param_groups
 
 # Tokens for every code in the buffer that a codebook starts from.
 _TOKENS_PER_CODE = 16
@@ -66,17 +66,6 @@ class Experiment:
 
 class NonFiniteLoss(ArithmeticError):
     """The loss of a step is NaN or infinite; the weights are those from before the step."""
-
-
-def param_groups(model: nn.Module, lr: float, eps: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: all but prototypes at `lr`, prototypes at `lr / eps`."""
-    banks = {parameter for codebook in codebooks(model) for parameter in codebook.parameters()}
-    others = [parameter for parameter in model.parameters() if parameter not in banks]
-    groups = [{"params": others, "lr": lr, "name": "network"}]
-    if banks:
-        ordered = [parameter for parameter in model.parameters() if parameter in banks]
-        groups.append({"params": ordered, "lr": lr / eps, "name": "prototypes"})
-    return groups
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Adam:

@@ -20,7 +20,7 @@ LEVELS = [
     {"ddcl", "data"},
     {"temperature"},
     {"quantizers"},
-    {"autoencoder"},
+    {"autoencoder", "readout"},
     {"hierarchical"},
     {"checkpoint", "evaluation"},
     {"training"},

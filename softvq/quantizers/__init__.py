@@ -1,6 +1,8 @@
 """The quantizers by name; a new method is one file beside this one and one line in `REGISTRY`.
 Methods from elsewhere are added by `register`."""
 
+from typing import Any
+
 from torch import nn
 
 from softvq.quantizers.base import Assignment as Assignment
@@ -52,3 +54,21 @@ def build(config: CodebookConfig) -> Codebook:
 def codebooks(model: nn.Module) -> list[Codebook]:
     """The quantizers of a model, one per level."""
     return [module for module in model.modules() if isinstance(module, Codebook)]
+
+
+def param_groups(model: nn.Module, lr: float, eps: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: all but prototypes at `lr`, prototypes at `lr / eps`.
+
+    Raises ValueError for an lr that is not positive or an eps outside (0, 1].
+    """
+    if not 0 < lr < float("inf"):
+        raise ValueError(f"lr must be positive and finite, got {lr}")
+    if not 0 < eps <= 1:
+        raise ValueError(f"eps must lie in (0, 1], got {eps}")
+    banks = {parameter for codebook in codebooks(model) for parameter in codebook.parameters()}
+    others = [parameter for parameter in model.parameters() if parameter not in banks]
+    groups = [{"params": others, "lr": lr, "name": "network"}]
+    if banks:
+        ordered = [parameter for parameter in model.parameters() if parameter in banks]
+        groups.append({"params": ordered, "lr": lr / eps, "name": "prototypes"})
+    return groups

@@ -106,6 +106,13 @@ class Codebook(nn.Module, ABC):
         Raises ValueError when z holds no real token or a value that is not finite.
         """
 
+    def initialize_once(
+        self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+    ) -> None:
+        """`initialize`, if this is a training pass and the codebook has not been started yet."""
+        if not self._initialized and self.updates:
+            self.initialize(z, mask)
+
     @property
     def dim(self) -> int:
         """Width of a code."""
@@ -162,10 +169,6 @@ class Codebook(nn.Module, ABC):
         if mask is not None:
             z = torch.where(rearrange(mask, "... -> ... 1"), z, 0)
         return z.to(torch.promote_types(z.dtype, self.prototypes.dtype))
-
-    def _initialize_once(self, z: Tensor, mask: Tensor | None) -> None:
-        if not self._initialized and self.updates:
-            self.initialize(z, mask)
 
     def _mark_initialized(self) -> None:
         self.initialized.fill_(True)

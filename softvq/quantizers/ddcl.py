@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -106,7 +106,7 @@ class DDCLCodebook(Codebook):
     ) -> Assignment:
         """Soft assignment with its losses; in training mode also one step of the schedule."""
         dtype, z = z.dtype, self._checked(z, mask)
-        self._initialize_once(z, mask)
+        self.initialize_once(z, mask)
         # A copy that autograd may keep while the schedule moves the buffer.
         temperature = self.temperature.clone()
         soft = ddcl.soft_assignment(
@@ -127,6 +127,18 @@ class DDCLCodebook(Codebook):
         if self.updates:
             self._advance(z, mask, assignment)
         return assignment
+
+    def weights(
+        self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
+    ) -> Float[Tensor, "*n k"]:
+        """The weights of every token at the present temperature, differentiable; 0 where masked.
+
+        This is the one place that holds them all, n x k; `assign` never does.
+        """
+        z = self._checked(z, mask)
+        with torch.autocast(z.device.type, enabled=False):
+            q = ddcl.assignment_weights(z, self.prototypes, self.temperature.clone())
+        return q if mask is None else torch.where(rearrange(mask, "... -> ... 1"), q, 0)
 
     def _decoder_input(self, soft: ddcl.SoftAssignment) -> Tensor:
         """The code with the gradients of the soft centroid; in training, before its time, mu."""

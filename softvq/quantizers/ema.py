@@ -76,7 +76,7 @@ class EMAVQ(Codebook):
     ) -> Assignment:
         """Nearest codes with commitment loss; in training mode the averages move afterwards."""
         dtype, z = z.dtype, self._checked(z, mask)
-        self._initialize_once(z, mask)
+        self.initialize_once(z, mask)
         indices = ddcl.nearest(z, self.prototypes)
         # A copy that autograd may keep while the averages below move the codes.
         codes = self.prototypes[indices]

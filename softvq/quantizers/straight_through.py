@@ -56,7 +56,7 @@ class StraightThroughVQ(Codebook):
     ) -> Assignment:
         """Nearest codes with codebook and commitment loss."""
         dtype, z = z.dtype, self._checked(z, mask)
-        self._initialize_once(z, mask)
+        self.initialize_once(z, mask)
         indices = ddcl.nearest(z, self.prototypes)
         codes = self.prototypes[indices]
         codebook_loss = (z.detach() - codes).square().mean(-1)
