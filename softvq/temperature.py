@@ -19,7 +19,7 @@ Scalar = Float[Tensor, ""]
 _HOTTEST = 0.9
 _COLDEST = 1e-6
 # One step moves log T by at most this much: a single odd batch must not undo the schedule.
-_LARGEST_STEP = 0.1
+_LARGEST_STEP = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +71,33 @@ class AnnealedTemperature:
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyTemperature:
-    """T is steered so that exp(mean entropy of q) follows a geometric schedule; scale-free.
+    """T is steered so that exp(mean entropy of q) follows a schedule; scale-free.
 
-    The perplexity asked for is never above sqrt(k), and T stays below 0.9 Tc.
+    It falls geometrically from `start` to `warm`, and in the rest of the schedule, after
+    `hardening`, to `end`: a cold codebook passes no gradient on but for tokens between two codes,
+    so it is made hard only when the training is nearly over. The perplexity asked for is never
+    above sqrt(k), and T stays below 0.9 Tc.
     """
 
     start: float = 4.0
     """Perplexity of a token's weights at the beginning, at least 1."""
+    warm: float = 1.3
+    """Perplexity of a token's weights when the hardening begins."""
     end: float = 1.02
     """Perplexity of a token's weights at the end: 1 is hard."""
+    hardening: float = 0.9
+    """Fraction of the schedule, in (0, 1), after which the weights become hard."""
     gain: float = 0.25
     """Share of the relative error in entropy by which log T moves in one step, in (0, 1]."""
 
     def __post_init__(self) -> None:
-        if not 1 < self.end <= self.start < math.inf:
-            raise ValueError(f"start and end need 1 < end <= start, got {self.start}, {self.end}")
+        if not 1 < self.end <= self.warm <= self.start < math.inf:
+            raise ValueError(
+                "start, warm and end need 1 < end <= warm <= start, "
+                f"got {self.start}, {self.warm}, {self.end}"
+            )
+        if not 0 < self.hardening < 1:
+            raise ValueError(f"hardening must lie in (0, 1), got {self.hardening}")
         if not 0 < self.gain <= 1:
             raise ValueError(f"gain must lie in (0, 1], got {self.gain}")
 
@@ -112,7 +124,13 @@ class EntropyTemperature:
 
     def _target(self, progress: Scalar, k: int) -> Scalar:
         """The entropy asked for, in nats."""
-        log_perplexity = math.log(self.start) + progress * math.log(self.end / self.start)
+        cooled = (progress / self.hardening).clamp_max(1)
+        hardened = ((progress - self.hardening) / (1 - self.hardening)).clamp_min(0)
+        log_perplexity = (
+            math.log(self.start)
+            + cooled * math.log(self.warm / self.start)
+            + hardened * math.log(self.end / self.warm)
+        )
         return log_perplexity.clamp_max(math.log(k) / 2)
 
 

@@ -64,7 +64,7 @@ def test_annealed_starts_in_units_of_tc(mixture):
 @pytest.mark.parametrize("target", [1.02, 2.0, 4.0])
 def test_steered_starts_at_its_first_target(mixture, scale, target):
     z, p = (scale * x for x in mixture)
-    temperature = EntropyTemperature(start=target, end=1.01).initial(z, p)
+    temperature = EntropyTemperature(start=target, warm=1.01, end=1.01).initial(z, p)
     assert perplexity(z, p, temperature) == pytest.approx(target, rel=0.01)
 
 
@@ -101,16 +101,18 @@ def test_a_small_step_of_steering_is_the_gain_times_the_relative_error():
     assert step == pytest.approx(0.25 * math.log(math.log(4) / math.log(3.5)))
 
 
-@pytest.mark.parametrize(("perplexity", "step"), [(1.0001, 0.1), (1e5, -0.1)])
+@pytest.mark.parametrize(("perplexity", "step"), [(1.0001, 0.2), (1e5, -0.2)])
 def test_one_step_of_steering_is_limited(perplexity, step):
-    policy = EntropyTemperature(start=2.0, gain=1.0)
+    policy = EntropyTemperature(start=2.0, warm=2.0, gain=1.0)
     assert math.log(moved(policy, perplexity=perplexity)) == pytest.approx(step)
 
 
-@pytest.mark.parametrize("progress", [0.0, 0.3, 1.0])
-def test_the_target_falls_geometrically_in_perplexity(progress):
-    policy = EntropyTemperature(start=4.0, end=1.02)
-    target = 4 * (1.02 / 4) ** progress
+@pytest.mark.parametrize(
+    ("progress", "target"),
+    [(0.0, 4.0), (0.4, 8**0.5), (0.8, 2.0), (0.9, (2 * 1.02) ** 0.5), (1.0, 1.02)],
+)
+def test_the_target_falls_geometrically_to_warm_and_then_to_the_end(progress, target):
+    policy = EntropyTemperature(start=4.0, warm=2.0, end=1.02, hardening=0.8)
     assert moved(policy, progress=progress, perplexity=target) == pytest.approx(1.0)
 
 

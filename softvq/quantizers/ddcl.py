@@ -1,4 +1,4 @@
-"""The DDCL codebook: soft assignment with a temperature policy, no straight-through estimator.
+"""The DDCL codebook: soft assignment with a temperature policy, and the gradients of both.
 
 The formulas are in `softvq.ddcl`, the policies in `softvq.temperature`; here they become a module.
 """
@@ -46,11 +46,15 @@ class DDCLConfig(CodebookConfig):
     twice the work)."""
     commitment_weight: float = 0.05
     """The encoder's share of L_q / dim; the prototypes' share is 1."""
-    usage_weight: float = 0.1
+    usage_weight: float = 0.05
     """Weight of KL(mean weights || uniform)."""
+    straight_through_weight: float = 1.0
+    """Share of the decoder's gradient that reaches z as it is, beside the whole of it that comes
+    through the soft centroid; where the decoder sees the code alone. 0 is the paper's DDCL, which
+    cannot move z out of the span of the codes around it."""
     hard_forward_after: float = 0.0
-    """Fraction of the schedule after which the decoder sees the most probable code, with the
-    gradients of the soft centroid: 0 is always, 1 never."""
+    """Fraction of the schedule after which the decoder sees the most probable code in place of
+    the soft centroid: 0 is always, 1 never."""
     init: Start = "data"
     """Start from k-means++ seeds of the first tokens, or from U(-1/k, 1/k)."""
     schedule_steps: int = 10_000
@@ -62,7 +66,7 @@ class DDCLConfig(CodebookConfig):
         check_start(self.init)
         if self.schedule_steps < 1:
             raise ValueError(f"schedule_steps must be at least 1, got {self.schedule_steps}")
-        for name in ("commitment_weight", "usage_weight"):
+        for name in ("commitment_weight", "usage_weight", "straight_through_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.hard_forward_after <= 1:
@@ -113,7 +117,7 @@ class DDCLCodebook(Codebook):
             z, self.prototypes, temperature, mask, self.config.commitment_weight
         )
         assignment = Assignment(
-            quantized=self._decoder_input(soft).to(dtype),
+            quantized=self._decoder_input(z, soft).to(dtype),
             soft=soft.mu.to(dtype),
             indices=soft.indices,
             loss=self._loss(z, soft, temperature, mask),
@@ -140,12 +144,15 @@ class DDCLCodebook(Codebook):
             q = ddcl.assignment_weights(z, self.prototypes, self.temperature.clone())
         return q if mask is None else torch.where(rearrange(mask, "... -> ... 1"), q, 0)
 
-    def _decoder_input(self, soft: ddcl.SoftAssignment) -> Tensor:
-        """The code with the gradients of the soft centroid; in training, before its time, mu."""
+    def _decoder_input(self, z: Tensor, soft: ddcl.SoftAssignment) -> Tensor:
+        """The code, with gradients of mu and a share of z's; in training, before its time, mu."""
         after = self.config.hard_forward_after
         if self.training and after == 1:
             return soft.mu
-        hard = replace_value(soft.mu, self.indices_to_codes(soft.indices))
+        source = soft.mu
+        if self.config.straight_through_weight:
+            source = source + self.config.straight_through_weight * z
+        hard = replace_value(source, self.indices_to_codes(soft.indices))
         if not self.training or after == 0:
             return hard
         return torch.where(self.progress >= after, hard, soft.mu)
