@@ -5,12 +5,15 @@ The measures are in `softvq.metrics`, and the loop over the images in `softvq.ev
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from softvq import checkpoint
+from softvq.autoencoder import Autoencoder
 from softvq.data import DataConfig, load_images
 from softvq.evaluation import code_counts, evaluate, evaluate_without, mean_codes
 from softvq.metrics import Reconstruction, load_perceptual
@@ -37,7 +40,7 @@ class Evaluation:
 def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
     """The measures of the test split. Raises ValueError for a run or data that cannot be used."""
     device = find_device(evaluation.device)
-    model = checkpoint.load(evaluation.run, device)
+    model = _load(evaluation.run, device)
     trained_on = _stored_data(evaluation.run)
     if not (trained_on or evaluation.data):
         raise ValueError(f"{evaluation.run} does not say what it was trained on; give --data")
@@ -58,6 +61,16 @@ def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
         **evaluate_without(model, images, mean_codes(model, code_counts(model, images)), soft),
         "absent": hard.absent,
     }
+
+
+def _load(run: str, device: torch.device) -> Autoencoder:
+    """The model of a run, which may be one of a peer."""
+    try:
+        return checkpoint.load(run, device)
+    except checkpoint.UnknownConfig:
+        with suppress(ImportError):
+            import eval.peers  # noqa: F401  # slow, and of a package that need not be there
+        return checkpoint.load(run, device)
 
 
 def _stored_data(run: str) -> DataConfig | None:

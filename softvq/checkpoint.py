@@ -27,6 +27,10 @@ CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
 STATE, REPORT = "state.safetensors", "report.json"
 
 
+class UnknownConfig(ValueError):
+    """A configuration of a class that is not known here: a method that is not registered yet."""
+
+
 def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> Autoencoder:
     """The trained model of a run folder, in eval mode.
 
@@ -107,15 +111,15 @@ def encode_config(config: Any) -> Any:
 def decode_config(content: Any, expected: Any) -> Any:
     """Inverts `encode_config` for a model's configuration.
 
-    Raises ValueError for an unknown class, for fields that are missing or unknown, and for values
-    of another type.
+    Raises UnknownConfig for an unknown class, and ValueError for fields that are missing or
+    unknown and for values of another type.
     """
     wanted = getattr(expected, "__name__", expected)
     if not isinstance(content, dict):
         raise ValueError(f"expected a {wanted}, got {content!r}")
     name, classes = content.get("type"), _config_classes()
     if name not in classes:
-        raise ValueError(f"unknown configuration {name!r}; known are {', '.join(classes)}")
+        raise UnknownConfig(f"unknown configuration {name!r}; known are {', '.join(classes)}")
     config_class = classes[name]
     if not issubclass(config_class, expected):
         raise ValueError(f"expected a {wanted}, got a {name}")

@@ -667,3 +667,16 @@ def test_without_their_package_our_models_work_and_peers_are_refused_in_one_line
     assert 'pip install -e ".[dev]"' in last
     assert "Traceback" not in said
     assert not (tmp_path / "peers").exists()
+
+
+def test_reconstruct_opens_a_peers_run_in_a_process_that_knows_none(study, python):
+    for name in ("cifar10-vqtorch-rotation", "cifar10-fsq"):
+        out, _ = python("-m", "eval.reconstruct", study / f"{name}-seed0")
+        report = json.loads((study / f"{name}-seed0" / "report.json").read_text())
+        assert json.loads(out)["test/psnr_hard"] == pytest.approx(report["test/psnr_hard"])
+
+
+def test_a_peers_run_says_what_is_missing_before_its_quantizers_are_registered(study, python):
+    script = "import sys, softvq; softvq.load(sys.argv[1])"
+    with pytest.raises(AssertionError, match="unknown configuration 'FSQConfig'"):
+        python("-c", script, study / "cifar10-fsq-seed0")

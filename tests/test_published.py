@@ -15,11 +15,11 @@ from softvq.data import DataConfig, load_images
 from softvq.evaluation import evaluate
 from softvq.metrics import Reconstruction
 
-ROOT = Path(__file__).parent.parent / "assets" / "cifar10"
-RUNS = sorted(path.parent for path in ROOT.glob("*/config.json"))
+ROOT = Path(__file__).parent.parent / "assets"
+RUNS = sorted(path.parent for path in ROOT.glob("*/*/config.json"))
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: run.name)
+@pytest.fixture(params=RUNS, ids=lambda run: f"{run.parent.name}/{run.name}")
 def run(request) -> Path:
     return request.param
 

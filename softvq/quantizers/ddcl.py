@@ -46,7 +46,7 @@ class DDCLConfig(CodebookConfig):
     twice the work)."""
     commitment_weight: float = 0.05
     """The encoder's share of L_q / dim; the prototypes' share is 1."""
-    usage_weight: float = 0.05
+    usage_weight: float = 0.1
     """Weight of KL(mean weights || uniform)."""
     straight_through_weight: float = 1.0
     """Share of the decoder's gradient that reaches z as it is, beside the whole of it that comes
