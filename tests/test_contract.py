@@ -19,6 +19,7 @@ from torch.testing import assert_close
 
 from softvq import checkpoint
 from softvq.autoencoder import VQVAE, VQVAEConfig
+from softvq.hierarchical import HierarchicalVQVAEConfig
 from softvq.quantizers import (
     EMAVQ,
     REGISTRY,
@@ -522,6 +523,7 @@ BAD_VALUES = {
         "init": ("zeros",),
         "commitment_weight": NEGATIVE,
         "usage_weight": NEGATIVE,
+        "straight_through_weight": NEGATIVE,
         "hard_forward_after": (-0.1, 1.1, math.nan),
     },
     StraightThroughConfig: {
@@ -547,8 +549,17 @@ BAD_VALUES = {
     },
     EntropyTemperature: {
         "start": (0.9, math.nan, math.inf),
+        "warm": (0.9, 5.0, math.nan),
         "end": (1.0, 0.5, 5.0, math.nan),
+        "hardening": (0.0, 1.0, 1.1, math.nan),
         "gain": (0.0, -0.1, 1.1, math.nan),
+    },
+    HierarchicalVQVAEConfig: {
+        "channels": NOT_A_SIZE,
+        "hidden": (1, 0),
+        "residual_blocks": (-1,),
+        "residual_hidden": NOT_A_SIZE,
+        "downsamplings": NOT_A_SIZE,
     },
     VQVAEConfig: {
         "channels": NOT_A_SIZE,
@@ -559,7 +570,7 @@ BAD_VALUES = {
     },
 }
 # Their types say all there is to say.
-UNBOUNDED = {"temperature", "quantizer", "normalize"}
+UNBOUNDED = {"temperature", "quantizer", "top", "bottom", "normalize"}
 
 
 @pytest.mark.parametrize("config", BAD_VALUES, ids=lambda config: config.__name__)
