@@ -344,7 +344,7 @@ def test_another_model_in_the_same_folder_is_refused(finished, capsys):
         (("--train.precision", "float8"), "float8"),
         (("--model.hidden", "1"), "hidden must be at least 2, got 1"),
         (("--model.quantizer.codebook-size", "0"), "codebook_size must be at least 1"),
-        (("--model.quantizer.temperature.end", "0.5"), "1 < end <= start, got 4.0, 0.5"),
+        (("--model.quantizer.temperature.end", "0.5"), "1 < end <= warm <= start, got 4.0, 1.3"),
         (("--data.image-size", "0"), "image_size must be at least 1, got 0"),
         (("--data.image-size", "1000"), "image_size must be at most 128 for photos"),
         (("--data.train-images", "9999999"), "train_images must be at most 8192"),
