@@ -154,7 +154,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **evaluate(model, test, soft.to(device), hard.to(device)),
-        **evaluate_without(model, test, mean_codes(model, counts), _quick_metrics(model)[0]),
+        **evaluate_without(model, test, _quick_metrics(model)[0]),
         "absent": hard.absent,
         "figures": _draw(model, test, counts, records, name, out),
     }

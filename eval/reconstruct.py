@@ -15,7 +15,7 @@ import tyro
 from softvq import checkpoint
 from softvq.autoencoder import Autoencoder
 from softvq.data import DataConfig, load_images
-from softvq.evaluation import code_counts, evaluate, evaluate_without, mean_codes
+from softvq.evaluation import evaluate, evaluate_without
 from softvq.metrics import Reconstruction, load_perceptual
 from softvq.program import find_device, parse_flags, run_program
 
@@ -58,7 +58,7 @@ def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
         "data": images.description,
         "images": len(images),
         **evaluate(model, images, soft, hard),
-        **evaluate_without(model, images, mean_codes(model, code_counts(model, images)), soft),
+        **evaluate_without(model, images, soft),
         "absent": hard.absent,
     }
 

@@ -120,16 +120,19 @@ def decode_without(
 
 @torch.no_grad()
 def evaluate_without(
-    model: Autoencoder, images: ImageSet, means: Sequence[Tensor], hard: Reconstruction
+    model: Autoencoder, images: ImageSet, hard: Reconstruction
 ) -> dict[str, float]:
     """PSNR of the hard decoding with each level replaced by its mean: what the others carry.
 
     Nothing for a model of one level.
     """
-    model.eval()
+    levels = len(codebooks(model))
+    if levels == 1:
+        return {}
+    means = mean_codes(model, code_counts(model, images))
     device = next(model.parameters()).device
     record = {}
-    for level in range(len(means) if len(means) > 1 else 0):
+    for level in range(levels):
         hard.reset()
         for x in float_batches(images, device):
             codes = tuple(assignment.quantized for assignment in model.encode(x))

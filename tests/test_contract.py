@@ -514,6 +514,13 @@ def test_compiled_as_one_graph_equals_eager():
 
 NOT_POSITIVE, NOT_A_SIZE = (0.0, -1.0, math.nan, math.inf), (0, -1)
 NEGATIVE, NOT_A_SHARE = (-0.1, math.nan, math.inf), (-0.1, 1.0, math.nan)
+NETWORK = {
+    "channels": NOT_A_SIZE,
+    "hidden": (1, 0),
+    "residual_blocks": (-1,),
+    "residual_hidden": NOT_A_SIZE,
+    "downsamplings": NOT_A_SIZE,
+}
 BAD_VALUES = {
     DDCLConfig: {
         "dim": NOT_A_SIZE,
@@ -554,20 +561,8 @@ BAD_VALUES = {
         "hardening": (0.0, 1.0, 1.1, math.nan),
         "gain": (0.0, -0.1, 1.1, math.nan),
     },
-    HierarchicalVQVAEConfig: {
-        "channels": NOT_A_SIZE,
-        "hidden": (1, 0),
-        "residual_blocks": (-1,),
-        "residual_hidden": NOT_A_SIZE,
-        "downsamplings": NOT_A_SIZE,
-    },
-    VQVAEConfig: {
-        "channels": NOT_A_SIZE,
-        "hidden": (1, 0),
-        "residual_blocks": (-1,),
-        "residual_hidden": NOT_A_SIZE,
-        "downsamplings": NOT_A_SIZE,
-    },
+    HierarchicalVQVAEConfig: NETWORK,
+    VQVAEConfig: NETWORK,
 }
 # Their types say all there is to say.
 UNBOUNDED = {"temperature", "quantizer", "top", "bottom", "normalize"}

@@ -140,8 +140,7 @@ class DDCLCodebook(Codebook):
         This is the one place that holds them all, n x k; `assign` never does.
         """
         z = self._checked(z, mask)
-        with torch.autocast(z.device.type, enabled=False):
-            q = ddcl.assignment_weights(z, self.prototypes, self.temperature.clone())
+        q = ddcl.assignment_weights(z, self.prototypes, self.temperature.clone())
         return q if mask is None else torch.where(rearrange(mask, "... -> ... 1"), q, 0)
 
     def _decoder_input(self, z: Tensor, soft: ddcl.SoftAssignment) -> Tensor:
