@@ -4,6 +4,7 @@ walking over blocks of tokens so that no n x k matrix is ever held.
 What they compute is defined in `softvq.ddcl`; as custom operators they are opaque to compilers.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,6 +64,18 @@ def _argmax(logits: Tensor, arange: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return maximum, index.clamp_max_(k - 1)
 
 
+def _softmax(logits: Tensor, maximum: Tensor, out: Tensor) -> None:
+    """Weights of rows with these maxima; leaves in `logits` what is left when they are subtracted.
+
+    A weight that is too small to change any sum would be a denormal number for most codes of a
+    cold codebook, and many processors compute with those a hundred times as slowly: none is less
+    than a power of the smallest normal number.
+    """
+    smallest = torch.finfo(logits.dtype).tiny ** 0.8
+    logits.sub_(maximum[:, None]).clamp_min_(math.log(smallest))
+    torch.softmax(logits, 1, out=out)
+
+
 def _blocks(n: int, rows: int) -> Iterator[slice]:
     return (slice(a, min(a + rows, n)) for a in range(0, n, rows))
 
@@ -87,13 +100,13 @@ def soft_assignment(
         x, m, s, q = block_z[:b], block_mu[:b], block_s[:b], block_q[:b]
         torch.sub(z[block], centre, out=x[:, :d])
         torch.mm(x, logits, out=s)
-        torch.softmax(s, 1, out=q)
+        maximum, index = _argmax(s, arange, k)
+        _softmax(s, maximum, out=q)
         torch.mm(q, moments[:d].T, out=m)
         usage.addmv_(q.T, weights[block])
-        maximum, index = _argmax(s, arange, k)
         # log sum_k exp of the differences to the maximum, which is in [0, log k]
         excess = -q.gather(1, index[:, None])[:, 0].log()
-        entropy[block] = excess + maximum - s.mul_(q).sum(1)
+        entropy[block] = excess - s.mul_(q).sum(1)
         # From the vectors themselves: the products above lose what z and its code have in common.
         distance = (x[:, :d] - codes[index]).square_().sum(1)
         free_energy[block] = distance - temperature * excess
@@ -161,9 +174,9 @@ def soft_assignment_backward(
         torch.sub(x[:, :d], m, out=e)
         _write_upstream(g, grad_mu[block], g_r, g_v, weights[block], e, m)
         torch.mm(x, logits, out=s)
-        torch.softmax(s, 1, out=q)
+        _softmax(s, s.amax(1), out=q)
         # r sums to 0, so s may be shifted: near its maximum the product with r does not cancel.
-        shifted = s - s.amax(1, keepdim=True) if needs_temperature else s
+        shifted = s.clone() if needs_temperature else s
         a = torch.mm(g, readers, out=s)  # overwritten by r, row by row
         r = torch.ops.aten._softmax_backward_data.out(a, q, 1, a.dtype, grad_input=a)
         if needs_temperature:
