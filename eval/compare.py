@@ -5,7 +5,6 @@ same command continues a study that was interrupted; what a run does is in `trai
 quantizers of another package that can take part are in `eval.peers`.
 """
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from eval.experiment import summarize
 from models import MODELS
 from softvq import checkpoint, figures
 from softvq.program import parse_flags, run_program
@@ -118,25 +118,6 @@ def _shared(run: Run) -> dict[str, Any]:
         "lr": run.train.lr,
         "precision": run.train.precision,
     }
-
-
-def summarize(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and spread of every number: sample standard deviation, None for a single seed.
-
-    The mean is None when a seed has no value, such as one that never came to full use.
-    """
-    summary = {}
-    for name in reports[0]:
-        given = [report.get(name) for report in reports]
-        if not all(isinstance(value, int | float | None) for value in given):
-            continue
-        values = [value for value in given if value is not None]
-        whole = len(values) == len(given)
-        summary[name] = {
-            "mean": statistics.fmean(values) if whole else None,
-            "sd": statistics.stdev(values) if whole and len(values) > 1 else None,
-        }
-    return summary
 
 
 def epochs_to_full_use(records: Sequence[dict[str, Any]]) -> int | None:
