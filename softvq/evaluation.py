@@ -13,7 +13,7 @@ from softvq import ddcl
 from softvq.autoencoder import Autoencoder, VQVAEOutput, crop
 from softvq.data import ImageSet, float_batches
 from softvq.metrics import CodebookUsage, Reconstruction
-from softvq.quantizers import Codebook, DDCLCodebook, codebooks
+from softvq.quantizers import EMAVQ, Codebook, DDCLCodebook, codebooks
 
 # Of an `Assignment`, what is averaged over tokens
 _MEANS = ("reconstruction", "variance", "entropy", "mean")
@@ -55,6 +55,8 @@ def train_record(sums: Sums, model: nn.Module) -> dict[str, int | float]:
         values = _level_values(sums, number)
         if isinstance(codebook, DDCLCodebook):
             values |= _temperatures(codebook)
+        if isinstance(codebook, DDCLCodebook | EMAVQ):
+            values["revived"] = int(sums.tensors[f"{number}/revived"].item())
         record |= _named("train", values, number, len(codebooks(model)))
     return record
 
@@ -146,7 +148,8 @@ def _add_level(sums: Sums, number: int, level: Any) -> None:
     means = {name: getattr(level, name) for name in _MEANS}
     square = level.spread.double() + level.mean.double().square().sum()
     added = {name: value * tokens for name, value in means.items()} | {"square": square * tokens}
-    totals = {"tokens": tokens, "counts": level.counts, "usage": level.usage}
+    totals = {name: getattr(level, name) for name in ("counts", "usage", "revived")}
+    totals["tokens"] = tokens
     sums.add(**{f"{number}/{name}": value for name, value in (added | totals).items()})
 
 

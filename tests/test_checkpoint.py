@@ -109,6 +109,7 @@ def test_every_option_is_in_the_file_and_comes_back(tmp_path):
         commitment_weight=0.7,
         usage_weight=0.0,
         straight_through_weight=0.3,
+        dead_below=0.2,
         hard_forward_after=1.0,
         init="uniform",
         schedule_steps=7,

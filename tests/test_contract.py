@@ -531,6 +531,7 @@ BAD_VALUES = {
         "commitment_weight": NEGATIVE,
         "usage_weight": NEGATIVE,
         "straight_through_weight": NEGATIVE,
+        "dead_below": NOT_A_SHARE,
         "hard_forward_after": (-0.1, 1.1, math.nan),
     },
     StraightThroughConfig: {

@@ -65,6 +65,8 @@ class Assignment(NamedTuple):
     """Summed weights of each code."""
     counts: Int[Tensor, "k"]
     """Number of tokens whose most probable code it is."""
+    revived: Int[Tensor, ""]
+    """Number of dead codes that this pass, once all this was found, moved to tokens of its own."""
 
 
 class Codebook(nn.Module, ABC):
@@ -219,6 +221,7 @@ def hard_assignment(
         **moments(z, mask),
         usage=counts.to(z.dtype),
         counts=counts,
+        revived=counts.new_zeros(()),
     )
 
 

@@ -26,11 +26,12 @@ from softvq.quantizers.initialization import (
     check_start,
     kmeans_plus_plus,
     real_tokens,
+    tokens_in_place_of,
     uniform_prototypes,
 )
 from softvq.temperature import EntropyTemperature, TemperaturePolicy
 
-# Weight of the past in the running covariance of z, and forward passes between two looks at T / Tc.
+# Weight of the past in the running averages, and forward passes between two looks at T / Tc.
 _DECAY = 0.99
 _LOOK_EVERY = 100
 
@@ -55,6 +56,9 @@ class DDCLConfig(CodebookConfig):
     hard_forward_after: float = 0.0
     """Fraction of the schedule after which the decoder sees the most probable code in place of
     the soft centroid: 0 is always, 1 never."""
+    dead_below: float = 0.1
+    """A code whose moving share of the tokens falls below this part of 1 / codebook_size is
+    replaced by a token of the batch; 0 revives none."""
     init: Start = "data"
     """Start from k-means++ seeds of the first tokens, or from U(-1/k, 1/k)."""
     schedule_steps: int = 10_000
@@ -69,6 +73,8 @@ class DDCLConfig(CodebookConfig):
         for name in ("commitment_weight", "usage_weight", "straight_through_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.dead_below < 1:
+            raise ValueError(f"dead_below must lie in [0, 1), got {self.dead_below}")
         if not 0 <= self.hard_forward_after <= 1:
             raise ValueError(
                 f"hard_forward_after must lie in [0, 1], got {self.hard_forward_after}"
@@ -91,6 +97,7 @@ class DDCLCodebook(Codebook):
     step: Tensor
     covariance: Tensor
     direction: Tensor
+    share: Tensor
 
     def __init__(self, **options) -> None:
         super().__init__(**options)
@@ -101,6 +108,7 @@ class DDCLCodebook(Codebook):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("covariance", torch.zeros(d, d))
         self.register_buffer("direction", torch.full((d,), d**-0.5))
+        self.register_buffer("share", torch.full((k,), 1 / k))
         self.schedule_steps = self.config.schedule_steps
         self._calls = 0
         self._warned = False
@@ -111,25 +119,25 @@ class DDCLCodebook(Codebook):
         """Soft assignment with its losses; in training mode also one step of the schedule."""
         dtype, z = z.dtype, self._checked(z, mask)
         self.initialize_once(z, mask)
-        # A copy that autograd may keep while the schedule moves the buffer.
-        temperature = self.temperature.clone()
-        soft = ddcl.soft_assignment(
-            z, self.prototypes, temperature, mask, self.config.commitment_weight
-        )
+        # Copies that autograd may keep while the schedule moves T and a dead code is replaced.
+        temperature, prototypes = self.temperature.clone(), self.prototypes.clone()
+        soft = ddcl.soft_assignment(z, prototypes, temperature, mask, self.config.commitment_weight)
         assignment = Assignment(
             quantized=self._decoder_input(z, soft).to(dtype),
             soft=soft.mu.to(dtype),
             indices=soft.indices,
-            loss=self._loss(z, soft, temperature, mask),
+            loss=self._loss(z, prototypes, soft, temperature, mask),
             reconstruction=masked_mean(soft.reconstruction, mask),
             variance=masked_mean(soft.variance, mask),
             entropy=masked_mean(soft.entropy, mask),
             **moments(z, mask),
             usage=soft.usage,
             counts=count_codes(soft.indices, self.codebook_size),
+            revived=soft.indices.new_zeros(()),
         )
         if self.updates:
             self._advance(z, mask, assignment)
+            return assignment._replace(revived=self._revive(z, assignment))
         return assignment
 
     def weights(
@@ -177,11 +185,13 @@ class DDCLCodebook(Codebook):
         self.critical.copy_(2 * torch.linalg.vector_norm(self._image()))
         sample = tokens[: 2**13]
         self.temperature.copy_(self.config.temperature.initial(sample, self.prototypes))
+        self.share.fill_(1 / self.codebook_size)
         self._mark_initialized()
 
     def _loss(
         self,
         z: Tensor,
+        prototypes: Tensor,
         soft: ddcl.SoftAssignment,
         temperature: Tensor,
         mask: Tensor | None,
@@ -190,7 +200,7 @@ class DDCLCodebook(Codebook):
         if config.gradient == "full":
             # Another soft assignment, or the gradient of the decoder would get this share as well.
             shared = z.detach() + config.commitment_weight * (z - z.detach())
-            competing = ddcl.soft_assignment(shared, self.prototypes, temperature, mask)
+            competing = ddcl.soft_assignment(shared, prototypes, temperature, mask)
         competitive = ddcl.competitive_loss(competing, config.gradient).loss
         loss = masked_mean(competitive, mask) / self.dim
         return loss + config.usage_weight * _divergence_from_uniform(soft.usage)
@@ -217,6 +227,27 @@ class DDCLCodebook(Codebook):
         self.temperature.copy_(torch.where(real, temperature, self.temperature))
         if not torch.compiler.is_compiling():
             self._look_at_temperature()
+
+    @torch.no_grad()
+    def _revive(self, z: Tensor, assignment: Assignment) -> Tensor:
+        """Moves the dead codes to tokens and returns how many those were.
+
+        Far from all tokens a code has no weight, and so no gradient that could bring it back.
+        """
+        counts = assignment.counts.to(self.share)
+        total = counts.sum()
+        moved = self.share.lerp(counts / total.clamp_min(1), 1 - _DECAY)
+        self.share.copy_(torch.where(total > 0, moved, self.share))
+        just_alive = self.config.dead_below / self.codebook_size
+        tokens = rearrange(z, "... d -> (...) d")
+        real = rearrange(assignment.indices >= 0, "... -> (...)") & tokens.isfinite().all(1)
+        dead = (self.share < just_alive) & real.any()
+        if len(tokens):
+            picked = tokens_in_place_of(dead, tokens, real)
+            rows = rearrange(dead, "k -> k 1")
+            self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
+            self.share.masked_fill_(dead, just_alive)
+        return dead.sum()
 
     def _image(self) -> Tensor:
         """Cov(z) v for the direction v, in full precision under autocast as well."""

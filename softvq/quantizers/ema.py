@@ -20,6 +20,7 @@ from softvq.quantizers.initialization import (
     kmeans_plus_plus,
     lloyd,
     real_tokens,
+    tokens_in_place_of,
     uniform_prototypes,
 )
 
@@ -84,7 +85,7 @@ class EMAVQ(Codebook):
         loss = self.config.commitment_weight * commitment
         assignment = hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
         if self.updates:
-            self._update(z, assignment.indices)
+            return assignment._replace(revived=self._update(z, assignment.indices))
         return assignment
 
     @torch.no_grad()
@@ -101,7 +102,8 @@ class EMAVQ(Codebook):
         self._mark_initialized()
 
     @torch.no_grad()
-    def _update(self, z: Float[Tensor, "*n d"], indices: Int[Tensor, "*n"]) -> None:
+    def _update(self, z: Float[Tensor, "*n d"], indices: Int[Tensor, "*n"]) -> Int[Tensor, ""]:
+        """Moves the averages and then the dead codes; returns how many those were."""
         tokens = rearrange(z, "... d -> (...) d").to(self.sums)
         flat = rearrange(indices, "... -> (...)")
         codes = flat.clamp_min(0)
@@ -121,18 +123,15 @@ class EMAVQ(Codebook):
         moved = real.any() & (smoothed * total > torch.finfo(total.dtype).tiny)
         means = self.sums / rearrange(smoothed * total, "k -> k 1")
         self.prototypes.copy_(torch.where(rearrange(moved, "k -> k 1"), means, self.prototypes))
-        self._revive(tokens, real)
+        return self._revive(tokens, real)
 
-    def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> None:
-        """Replaces dead codes by tokens of the batch, with shapes that do not depend on data."""
-        if self.config.dead_below == 0 or len(tokens) == 0:
-            return
+    def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> Int[Tensor, ""]:
         just_alive = self.config.dead_below * self.counts.mean()
         dead = (self.counts < just_alive) & real.any()
-        # Real tokens in random order come first; more dead codes than tokens take some twice.
-        order = torch.rand(len(tokens), device=tokens.device).masked_fill(~real, 2).argsort()
-        picked = tokens[order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)]]
-        rows = rearrange(dead, "k -> k 1")
-        self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
-        self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
-        self.counts.copy_(torch.where(dead, just_alive, self.counts))
+        if len(tokens):
+            picked = tokens_in_place_of(dead, tokens, real)
+            rows = rearrange(dead, "k -> k 1")
+            self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
+            self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
+            self.counts.copy_(torch.where(dead, just_alive, self.counts))
+        return dead.sum()

@@ -1,4 +1,7 @@
-"""Starting prototypes from tokens: k-means++ seeds and Lloyd's steps, shared by the quantizers."""
+"""Prototypes from tokens: k-means++ seeds, Lloyd's steps, and tokens in the place of dead codes.
+
+When a codebook starts and when a code is dead, the quantizers decide.
+"""
 
 from typing import Literal, get_args
 
@@ -89,3 +92,15 @@ def lloyd(
         means = sums / rearrange(counts.clamp_min(1), "k -> k 1")
         prototypes = torch.where(rearrange(counts, "k -> k 1") > 0, means, prototypes)
     return prototypes
+
+
+def tokens_in_place_of(
+    dead: Bool[Tensor, "k"], tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]
+) -> Float[Tensor, "k d"]:
+    """A random real token for every dead code, different ones as far as they go; n > 0.
+
+    The other rows are arbitrary tokens; no shape depends on how many codes are dead.
+    """
+    # Real tokens in random order come first; more dead codes than tokens take some twice.
+    order = torch.rand(len(tokens), device=tokens.device).masked_fill(~real, 2).argsort()
+    return tokens[order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)]]
