@@ -45,6 +45,7 @@ CIFAR10 = {
                 commitment_weight=1.0,
                 usage_weight=0.0,
                 straight_through_weight=0.0,
+                dead_below=0.0,
                 hard_forward_after=1.0,
             )
         ),

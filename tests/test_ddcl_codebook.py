@@ -262,3 +262,77 @@ def test_training_reaches_k_means_with_every_code_used_and_distinct(mixture):
     distances = torch.cdist(codebook.prototypes.detach(), codebook.prototypes.detach())
     assert distances.fill_diagonal_(1.0).min() > 0.01
     assert error < 1.05 * best
+
+
+def with_a_far_code(**options) -> tuple[DDCLCodebook, torch.Tensor]:
+    """The second of three codes is out of reach of all tokens; and the tokens."""
+    z = tokens(60, 1)
+    codebook = started(z, 3, temperature=FixedTemperature(value=0.01), **options)
+    with torch.no_grad():
+        codebook.prototypes[1] = 1000.0
+    return codebook, z
+
+
+def passes_until_revived(codebook: DDCLCodebook, z: torch.Tensor, mask=None) -> int:
+    """Training passes up to the first that revives, which must revive one code alone."""
+    for number in range(1, 400):
+        before = codebook.prototypes.detach().clone()
+        revived = codebook.assign(z, mask).revived.item()
+        if revived:
+            assert revived == 1
+            assert torch.equal(codebook.prototypes[[0, 2]], before[[0, 2]])
+            return number
+        assert torch.equal(codebook.prototypes, before)
+    return 0
+
+
+def test_a_dead_code_becomes_a_token_when_its_moving_share_is_a_tenth_of_the_mean():
+    codebook, z = with_a_far_code()
+    # .99^n falls below .1 at n = 230
+    assert passes_until_revived(codebook, z) == 230
+    assert torch.isin(codebook.prototypes[1], z).all()
+    assert (codebook.assign(z).counts > 0).all()
+    assert codebook.eval().assign(z).revived == 0
+
+
+def test_a_dead_code_stays_where_it_is_when_revival_is_off():
+    codebook, z = with_a_far_code(dead_below=0.0)
+    assert passes_until_revived(codebook, z) == 0
+    assert codebook.prototypes[1] == 1000
+
+
+def test_padding_and_broken_tokens_never_become_codes():
+    codebook, z = with_a_far_code(dead_below=0.9)
+    mask = torch.arange(60) % 2 == 0
+    z = z.masked_fill(~mask[:, None], 7e5)
+    z[:40:2] = torch.nan
+    for _ in range(50):
+        codebook.assign(z, mask)
+    assert torch.isin(codebook.prototypes[1], z[40::2]).all()
+
+
+def test_a_batch_without_a_real_token_revives_none_and_keeps_the_shares():
+    codebook, z = with_a_far_code(dead_below=0.9)
+    codebook.share.fill_(0.01)
+    nothing = torch.zeros(60, dtype=torch.bool)
+    assert codebook.assign(z, nothing).revived == 0
+    assert codebook.assign(z[:0]).revived == 0
+    assert (codebook.share == 0.01).all()
+
+
+def test_gradients_of_two_passes_are_right_though_a_code_was_revived_between_them():
+    codebook, z = with_a_far_code(dead_below=0.9)
+    codebook.share.fill_(0.01)
+    before = codebook.prototypes.detach().clone()
+    first = codebook.assign(z)
+    assert first.revived > 0
+    between = codebook.prototypes.detach().clone()
+    second = codebook.assign(z)
+    (first.loss + second.loss).backward()
+    fresh, _ = with_a_far_code(dead_below=0.0)
+    expected = torch.zeros_like(before)
+    for prototypes in (before, between):
+        with torch.no_grad():
+            fresh.prototypes.copy_(prototypes)
+        expected += torch.autograd.grad(fresh.assign(z).loss, fresh.prototypes)[0]
+    assert_close(codebook.prototypes.grad, expected)
