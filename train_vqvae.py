@@ -6,7 +6,6 @@ continues a run that was interrupted, bit for bit on a CPU as if it had never st
 """
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from softvq.evaluation import (
 )
 from softvq.hierarchical import build_autoencoder
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import Interrupted, find_device, parse_flags, run_program
+from softvq.program import Interrupted, find_device, interruptions, parse_flags, run_program
 from softvq.quantizers import codebooks
 from softvq.training import (
     Experiment,
@@ -177,7 +176,7 @@ def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run
         state = training_state(model, optimizer, sums)
         checkpoint.write_tensors(out / checkpoint.STATE, state, progress)
 
-    with _interruptions() as interrupted, _tensorboard(run, out) as board:
+    with interruptions() as interrupted, _tensorboard(run, out) as board:
         while epoch < config.epochs:
             order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
             name = f"epoch {epoch + 1}/{config.epochs}"
@@ -318,22 +317,6 @@ def _tiles(model: Autoencoder, level: int, means: Sequence[Tensor]) -> Tensor:
         codes = prototypes if number == level else mean.expand(len(prototypes), -1)
         grids.append(repeat(codes, "k d -> k h w d", h=side, w=side))
     return model.decode(tuple(grids))
-
-
-@contextmanager
-def _interruptions() -> Iterator[Callable[[], bool]]:
-    """Tells whether SIGINT came; a second one stops at once."""
-    seen: list[int] = []
-
-    def note(number: int, _frame: Any) -> None:
-        seen.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -219,15 +219,15 @@ class NoQuantizer(nn.Module):
     def assign(self, z: Float[Tensor, "*n d"]) -> Assignment:
         zero, counts = z.new_zeros(()), torch.zeros(1, dtype=torch.int64)
         indices = torch.zeros(z.shape[:-1], dtype=torch.int64)
-        return Assignment(
-            z, z, indices, zero, zero, zero, zero, z[0], zero, counts.to(z.dtype), counts
-        )
+        means = (zero, zero, zero, zero, z[0], zero)
+        return Assignment(z, z, indices, *means, counts.to(z.dtype), counts, counts[0])
 
 
 def loop_steps(images: int, precision: Literal["float32", "bfloat16"]) -> dict[str, Step]:
     """Training steps of the default network for 32x32 images (K = 512, D = 64), with and without
     quantizer, and the cutting of one batch from a set as large as CIFAR-10."""
-    stored = ImageArray(torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8), "noise")
+    pixels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8)
+    stored = ImageArray(pixels, "noise", [""] * len(pixels))
     order = torch.randperm(len(stored))
     pixels = next(stored.batches(order, images))
     config = TrainConfig(precision=precision)

@@ -17,7 +17,7 @@ from softvq.autoencoder import Autoencoder
 from softvq.data import DataConfig, load_images
 from softvq.evaluation import evaluate, evaluate_without
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import find_device, parse_flags, run_program
+from softvq.program import find_device, parse_flags, run_program, stored_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
     """The measures of the test split. Raises ValueError for a run or data that cannot be used."""
     device = find_device(evaluation.device)
     model = _load(evaluation.run, device)
-    trained_on = _stored_data(evaluation.run)
+    trained_on = stored_data(evaluation.run)
     if not (trained_on or evaluation.data):
         raise ValueError(f"{evaluation.run} does not say what it was trained on; give --data")
     trained_on = trained_on or DataConfig()
@@ -71,16 +71,6 @@ def _load(run: str, device: torch.device) -> Autoencoder:
         with suppress(ImportError):
             import eval.peers  # noqa: F401  # slow, and of a package that need not be there
         return checkpoint.load(run, device)
-
-
-def _stored_data(run: str) -> DataConfig | None:
-    stored = checkpoint.read_config(run).get("data")
-    if stored is None:
-        return None
-    try:
-        return DataConfig(**{key: value for key, value in stored.items() if key != "type"})
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"the data in {run}/{checkpoint.CONFIG} cannot be read: {error}") from None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -109,7 +109,7 @@ def encode_config(config: Any) -> Any:
 
 
 def decode_config(content: Any, expected: Any) -> Any:
-    """Inverts `encode_config` for a model's configuration.
+    """Inverts `encode_config` for a configuration of class `expected` or one derived from it.
 
     Raises UnknownConfig for an unknown class, and ValueError for fields that are missing or
     unknown and for values of another type.
@@ -118,6 +118,8 @@ def decode_config(content: Any, expected: Any) -> Any:
     if not isinstance(content, dict):
         raise ValueError(f"expected a {wanted}, got {content!r}")
     name, classes = content.get("type"), _config_classes()
+    if isinstance(expected, type) and not expected.__subclasses__():
+        classes[expected.__name__] = expected
     if name not in classes:
         raise UnknownConfig(f"unknown configuration {name!r}; known are {', '.join(classes)}")
     config_class = classes[name]

@@ -3,7 +3,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -63,6 +63,11 @@ class ImageSet(Protocol):
 
     description: str
 
+    @property
+    def labels(self) -> Sequence[str]:
+        """The class of each image: the folder it lies in, or an empty text if that is unknown."""
+        ...
+
     def __len__(self) -> int: ...
 
     @property
@@ -81,6 +86,7 @@ class ImageArray:
 
     pixels: UInt8[Tensor, "n c h w"]
     description: str
+    labels: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -102,6 +108,10 @@ class ImageStream:
     pictures: Pictures
     workers: int
     description: str
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.pictures.label(name) for name in self.pictures.names]
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -136,7 +146,8 @@ def load_images(config: DataConfig, split: Split) -> ImageSet:
     for batch in checked:
         pixels[start : start + len(batch)] = batch
         start += len(batch)
-    return ImageArray(pixels, pictures.origin)
+    labels = [pictures.label(name) for name in pictures.names]
+    return ImageArray(pixels, pictures.origin, labels)
 
 
 def to_float(pixels: UInt8[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
@@ -175,18 +186,24 @@ def _cifar10(config: DataConfig, split: Split) -> Pictures:
         with warnings.catch_warnings():
             # The published files were pickled in a way that NumPy 2.4 deprecates.
             warnings.simplefilter("ignore")
-            images = CIFAR10(config.root, train=split == "train", download=True).data
+            found = CIFAR10(config.root, train=split == "train", download=True)
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"cifar10 is not in the folder {config.root} and could not be downloaded to it "
             f"({error}); give the path of a folder or zip of its images as the source"
         ) from error
-    names = [str(position) for position in range(len(images))]
-    return Pictures(names, partial(_row, images), config.image_size, f"cifar10 in {config.root}")
+    names = [str(position) for position in range(len(found.data))]
+    label = partial(_target, found.classes, found.targets)
+    origin = f"cifar10 in {config.root}"
+    return Pictures(names, partial(_row, found.data), label, config.image_size, origin)
 
 
 def _row(images: np.ndarray, name: str) -> Image.Image:
     return Image.fromarray(images[int(name)])
+
+
+def _target(classes: Sequence[str], targets: Sequence[int], name: str) -> str:
+    return classes[targets[int(name)]]
 
 
 def _photos(config: DataConfig, split: Split) -> Pictures:
@@ -203,7 +220,12 @@ def _photos(config: DataConfig, split: Split) -> Pictures:
         (0, left, 0), (len(photos), right - size + 1, height - size + 1), (count, 3)
     )
     names = [f"{photo},{x},{y}" for photo, x, y in corners]
-    return Pictures(names, partial(_crop, photos, size), size, "crops of scikit-learn's photos")
+    origin = "crops of scikit-learn's photos"
+    return Pictures(names, partial(_crop, photos, size), _photo_class, size, origin)
+
+
+def _photo_class(name: str) -> str:
+    return ("china", "flower")[int(name.split(",")[0])]
 
 
 def _crop(photos: list[Image.Image], size: int, name: str) -> Image.Image:

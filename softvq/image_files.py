@@ -36,10 +36,14 @@ SHOWN_FAILURES = 10
 
 @dataclass(eq=False)
 class Pictures(Dataset):
-    """One split before decoding: `open(name)` is an image, and a name need not be a file's."""
+    """One split before decoding: `open(name)` is an image and `label(name)` its class, or "".
+
+    A name need not be a file's.
+    """
 
     names: list[str]
     open: Callable[[str], Image.Image]
+    label: Callable[[str], str]
     size: int
     origin: str
 
@@ -184,7 +188,7 @@ def stored_files(store: Folder | Zip, source: str, split: Split, size: int) -> P
         counts = ", ".join(f"{len(names)} {part}" for part, names in parts.items())
         raise ValueError(f"{source} gives {counts} images; both need at least 1")
     read = partial(_open_file, store.read, wrapper)
-    return Pictures(parts[split], read, size, f"{source} ({rule})")
+    return Pictures(parts[split], read, _class_folder, size, f"{source} ({rule})")
 
 
 def _hash_split(images: list[str]) -> dict[str, list[str]]:
@@ -195,6 +199,12 @@ def _hash_split(images: list[str]) -> dict[str, list[str]]:
     ordered = hash_order(images)
     tests = max(1, len(ordered) // 10)
     return {"train": ordered[tests:], "test": ordered[:tests]}
+
+
+def _class_folder(image: str) -> str:
+    """The folder that stands first in the path, after train/ or test/; empty if there is none."""
+    folders = image.split("/")[:-1]
+    return next((name for name in folders if name.lower() not in ("train", "test")), "")
 
 
 def _top(entry: str) -> str:

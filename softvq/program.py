@@ -6,15 +6,17 @@ What they do is in the programs themselves.
 
 import io
 import json
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
 
-from softvq.checkpoint import strict
+from softvq.checkpoint import CONFIG, read_config, strict
+from softvq.data import DataConfig
 
 T = TypeVar("T")
 
@@ -36,6 +38,22 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
+@contextmanager
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """Tells whether SIGINT came; a second one stops at once."""
+    seen: list[int] = []
+
+    def note(number: int, _frame: Any) -> None:
+        seen.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def parse_flags(parse: Callable[[], T]) -> T:
     """What `parse`, a call of tyro, returns; its boxed complaints become one ValueError."""
     box = io.StringIO()
@@ -48,6 +66,20 @@ def parse_flags(parse: Callable[[], T]) -> T:
         lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
         complaint = takewhile(lambda line: line.strip("─╰╯"), lines)
         raise ValueError(" ".join(complaint)) from None
+
+
+def stored_data(run: str) -> DataConfig | None:
+    """The data that a run was trained on, None if it does not say.
+
+    Raises ValueError for data that this version cannot read.
+    """
+    stored = read_config(run).get("data")
+    if stored is None:
+        return None
+    try:
+        return DataConfig(**{key: value for key, value in stored.items() if key != "type"})
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"the data in {run}/{CONFIG} cannot be read: {error}") from None
 
 
 def run_program(action: Callable[[], Any]) -> int:

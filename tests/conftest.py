@@ -65,7 +65,7 @@ def noise_images():
     def make(n: int, size: int = 8, seed: int = 0) -> ImageArray:
         generator = torch.Generator().manual_seed(seed)
         pixels = torch.randint(0, 256, (n, 3, size, size), generator=generator, dtype=torch.uint8)
-        return ImageArray(pixels, "noise")
+        return ImageArray(pixels, "noise", [""] * len(pixels))
 
     return make
 

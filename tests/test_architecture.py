@@ -25,13 +25,14 @@ LEVELS = [
     {"checkpoint", "evaluation"},
     {"training"},
     {"program"},
+    {"prior"},
 ]
 # Parts that not every part above may use
 USERS = {
     "streaming": {"ddcl"},
     "image_files": {"data"},
-    "data": {"evaluation", "training"},
-    "metrics": {"evaluation"},
+    "data": {"evaluation", "training", "program", "prior"},
+    "metrics": {"evaluation", "prior"},
     "figures": set(),
 }
 # The extra `train`, under the names that are imported
@@ -164,7 +165,7 @@ def calls(path: Path) -> set[str]:
 
 def test_only_the_programs_end_is_printed_by_the_library():
     printing = {path.name for path in LIBRARY if "print" in calls(path)}
-    assert printing == {"program.py"}
+    assert printing == {"program.py", "__main__.py"}
 
 
 def test_nothing_is_pickled_executed_or_loaded_without_its_guard():

@@ -267,6 +267,8 @@ def test_cifar10_comes_from_torchvision(tmp_path, monkeypatch):
             warnings.warn("old pickle", np.exceptions.VisibleDeprecationWarning, stacklevel=1)
             assert (root, download) == (str(tmp_path), True)
             self.data = pixels[:20] if train else pixels[20:]
+            self.classes = ["even", "odd"]
+            self.targets = [int(image.sum()) % 2 for image in self.data]
 
     monkeypatch.setattr("torchvision.datasets.CIFAR10", Downloaded)
     images = {s: load("cifar10", s, image_size=32, root=str(tmp_path)) for s in ("train", "test")}
@@ -274,6 +276,8 @@ def test_cifar10_comes_from_torchvision(tmp_path, monkeypatch):
         assert as_set(images[split].pixels) == as_set(torch.tensor(expected.transpose(0, 3, 1, 2)))
     streamed = load("cifar10", image_size=32, root=str(tmp_path), memory_mib=0)
     assert torch.equal(everything(streamed), images["train"].pixels)
+    parity = [("even", "odd")[int(image.sum()) % 2] for image in images["train"].pixels]
+    assert parity == images["train"].labels == streamed.labels
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The prior: causal logits, the cache, sampling, what is given, and a sequence learned by heart."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from softvq.prior import CodePrior, CodePriorConfig, SamplingConfig, sample
 from softvq.prior.sampling import probabilities
 
 SMALL = CodePriorConfig(
-    codebook_sizes=(5, 7), grids=((2, 3), (4, 2)), classes=3, width=16, depth=2, heads=2
+    codebook_sizes=(5, 7),
+    grids=((2, 3), (4, 2)),
+    classes=("cat", "dog", "ship"),
+    width=16,
+    depth=2,
+    heads=2,
 )
 GREEDY = SamplingConfig(temperature=0.0)
 
@@ -51,7 +57,7 @@ def test_the_sequence_is_raster_order_with_the_coarsest_level_first():
 def test_begin_tokens_lie_outside_the_codes():
     prior = built()
     assert prior.begin(2, None).tolist() == [[15], [15]]
-    assert prior.begin(2, torch.tensor([0, 2])).tolist() == [[12], [14]]
+    assert prior.begin(3, torch.tensor([0, 2, -1])).tolist() == [[12], [14], [15]]
 
 
 @pytest.mark.parametrize("changed", range(14))
@@ -104,10 +110,7 @@ def test_likelihoods_are_those_of_a_loop_over_positions():
 
 def test_sequences_learned_by_heart_come_back_greedily_by_their_class():
     torch.manual_seed(0)
-    config = CodePriorConfig(
-        codebook_sizes=(5, 7), grids=((2, 3), (4, 2)), classes=3, width=32, depth=2, heads=2,
-        dropout=0.0,
-    )  # fmt: skip
+    config = replace(SMALL, width=32, dropout=0.0)
     prior, learned, labels = CodePrior(config), codes(3, config, seed=4), torch.arange(3)
     optimizer = torch.optim.Adam(prior.parameters(), lr=3e-3)
     for _ in range(150):
@@ -226,7 +229,7 @@ def test_what_cannot_be_sampled_is_refused(options, complaint):
         (dict(codebook_sizes=()), "codebook_sizes must each be at least 1"),
         (dict(grids=((8, 8), (4, 4))), "grids must be one for each of 1 levels"),
         (dict(grids=((8, 0),)), "grids must be pairs of at least 1"),
-        (dict(classes=-1), "classes must be at least 0, got -1"),
+        (dict(classes=("cat", "cat")), "classes must differ, got"),
         (dict(depth=0), "depth must be at least 1, got 0"),
         (dict(width=10, heads=4), "heads must divide width 10, got 4"),
         (dict(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
@@ -247,7 +250,7 @@ def test_codes_and_labels_of_another_tokenizer_are_refused():
     ):
         with pytest.raises(ValueError, match=complaint):
             prior(indices)
-    with pytest.raises(ValueError, match=r"labels must lie in \[0, 3\), the prior's classes; got"):
+    with pytest.raises(ValueError, match=r"labels must lie in \[0, 3\), the prior's classes, or"):
         prior((top, bottom), torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="labels must be one for each of 2 images, got 1"):
         prior.begin(2, torch.tensor([0]))

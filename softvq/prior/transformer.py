@@ -25,8 +25,8 @@ class CodePriorConfig:
     """Number of codes of each level, coarsest first."""
     grids: tuple[tuple[int, int], ...] = ((8, 8),)
     """Height and width of each level's grid of codes."""
-    classes: int = 0
-    """Number of classes that samples can be asked for; 0 is none."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes that samples can be asked for."""
     width: int = 256
     """Width of the residual stream."""
     depth: int = 6
@@ -45,8 +45,8 @@ class CodePriorConfig:
             )
         if any(len(grid) != 2 or min(grid) < 1 for grid in self.grids):
             raise ValueError(f"grids must be pairs of at least 1, got {self.grids}")
-        if self.classes < 0:
-            raise ValueError(f"classes must be at least 0, got {self.classes}")
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError(f"classes must differ, got {self.classes}")
         for name in ("width", "depth", "heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -82,17 +82,18 @@ class CodePrior(nn.Module):
         super().__init__()
         self.config = config
         self.offsets = tuple(accumulate(config.codebook_sizes, initial=0))
-        self.embedding = nn.Embedding(self.offsets[-1] + config.classes + 1, config.width)
+        self.embedding = nn.Embedding(self.offsets[-1] + len(config.classes) + 1, config.width)
         self.position = nn.Parameter(torch.empty(sum(config.lengths), config.width))
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+        blocks = [_Block(config) for _ in range(config.depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, self.offsets[-1], bias=False)
         self.apply(_initialize)
         nn.init.normal_(self.position, std=0.02)
-        for block in self.blocks:
+        for block in blocks:
             # The residual stream keeps its scale whatever the depth (Radford et al. 2019).
-            for layer in (block.attend_out, block.mlp[2]):
+            for layer in (block.attend_out, block.mlp_out):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.depth))
 
     def forward(
@@ -126,18 +127,22 @@ class CodePrior(nn.Module):
         return torch.stack(parts, 1)
 
     def begin(self, count: int, labels: Int[Tensor, "b"] | None) -> Int[Tensor, "{count} 1"]:
-        """The begin tokens of `count` images. Raises ValueError for labels that cannot be."""
-        classes, device = self.config.classes, self.position.device
+        """The begin tokens of `count` images; a label of -1, or no labels, asks for no class.
+
+        Raises ValueError for labels that cannot be.
+        """
+        classes, device = len(self.config.classes), self.position.device
         if labels is None:
-            return torch.full((count, 1), self.offsets[-1] + classes, device=device)
+            labels = torch.full((count,), -1, device=device)
         if len(labels) != count:
             raise ValueError(f"labels must be one for each of {count} images, got {len(labels)}")
-        if count and not 0 <= labels.min() <= labels.max() < classes:
+        if count and not -1 <= labels.min() <= labels.max() < classes:
             raise ValueError(
-                f"labels must lie in [0, {classes}), the prior's classes; "
+                f"labels must lie in [0, {classes}), the prior's classes, or be -1 for none; "
                 f"got {labels.min().item()} to {labels.max().item()}"
             )
-        return rearrange(labels.to(device) + self.offsets[-1], "b -> b 1")
+        rows = torch.where(labels < 0, classes, labels).to(device)
+        return rearrange(rows + self.offsets[-1], "b -> b 1")
 
     def flatten(self, indices: Grids) -> Int[Tensor, "b n"]:
         """Tokens of all levels in the order of the sequence, each level in its own range."""
@@ -214,9 +219,7 @@ class _Block(nn.Module):
         self.attend_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend_in = nn.Linear(width, 3 * width)
         self.attend_out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, number: int, cache: Cache | None) -> Tensor:
@@ -233,7 +236,7 @@ class _Block(nn.Module):
             causal = cache.done == 0
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         x = x + self.drop(self.attend_out(rearrange(attended, "b h n d -> b n (h d)")))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
+        return x + self.drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
 
 
 def _initialize(module: nn.Module) -> None:
