@@ -7,8 +7,9 @@ down (deterministic annealing: Rose 1998, Proc. IEEE 86); the formulas are in `s
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from eval.ensemble import descend, ensemble_assignment
 from eval.experiment import SplitCheck, summarize
-from eval.report import ReportConfig, check_positive, run_experiment
+from eval.report import ReportConfig, check_positive, map_cases, run_experiment
 from eval.synthetic import Data, exact_tokens, simplex_clusters
 from softvq.ddcl import (
     Gradient,
@@ -29,7 +30,7 @@ from softvq.ddcl import (
     distinct_codes,
     separation,
 )
-from softvq.figures import Panel
+from softvq.figures import Panel, Series
 
 GRADIENTS: tuple[Gradient, ...] = ("detached", "full")
 # Theory: all prototypes sit in the mean, stably, for T above this many lambda_max(Cov z)
@@ -50,7 +51,7 @@ class AnnealingConfig(ReportConfig):
     """Dimensions of the tokens for the transitions."""
     codes: tuple[int, ...] = (2, 4, 16)
     """Numbers of prototypes for the transitions."""
-    tokens: int = 256
+    tokens: int = 128
     """Tokens of a data set, even and at least twice the largest dimension plus 2."""
     descents: int = 300
     """Steps of descent at each temperature of the cooling through the transition."""
@@ -80,11 +81,11 @@ def growth(
 ) -> Float[Tensor, "m"]:
     """Factor by which the fastest small separation of collapsed prototypes grows in one step.
 
-    Power iteration from `prototypes`: in each of 25 steps they are at a separation of 1e-5.
+    Power iteration from `prototypes`: in each of 20 steps they are at a separation of 1e-5.
     """
     p, _ = _rescaled(prototypes)
     factor = torch.ones_like(temperature)
-    for _ in range(25):
+    for _ in range(20):
         p, factor = _rescaled(descend(z, p, temperature, gradient))
     return factor
 
@@ -101,13 +102,13 @@ def transition_by_growth(
 ) -> Float[Tensor, "m"]:
     """Temperature at which a small separation neither grows nor shrinks, by bisection of log T.
 
-    Searched from 0.5 to 16 lambda_max(Cov z), to 1e-5 of its value.
+    Searched from 0.5 to 16 lambda_max(Cov z), to 1e-4 of its value.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(len(z), codes, z.shape[2], generator=generator, dtype=z.dtype)
     largest = torch.stack([critical_temperature(x) for x in z]) / 2
     low, high = 0.5 * largest, 16 * largest
-    while (high / low).max() > 1 + 1e-5:
+    while (high / low).max() > 1 + 1e-4:
         middle = (low * high).sqrt()
         grows = growth(z, start, middle, gradient) > 1
         low, high = torch.where(grows, middle, low), torch.where(grows, high, middle)
@@ -199,102 +200,113 @@ def _energies(z: Tensor, p: Tensor, temperature: Tensor) -> dict[str, Tensor]:
     return dict(zip(QUANTITIES, values, strict=True))
 
 
-def transitions(config: AnnealingConfig, bar: tqdm) -> list[dict[str, Any]]:
-    """One entry for every data set, dimension, number of codes and gradient."""
-    entries = []
-    for data, dim, codes, gradient in itertools.product(
-        get_args(Data), config.dims, config.codes, GRADIENTS
-    ):
-        z = torch.stack([exact_tokens(data, config.tokens, dim, seed) for seed in config.seeds])
-        found = transition_by_growth(z, codes, gradient).tolist()
-        entries.append(_entry(data, dim, codes, gradient, found))
-        bar.update()
-    return entries
+class Setting(NamedTuple):
+    """One case of `transitions`."""
+
+    data: Data
+    dim: int
+    codes: int
+    gradient: Gradient
 
 
-def _entry(data: Data, dim: int, codes: int, gradient: Gradient, found: Sequence[float]) -> dict:
+def stack_tokens(config: AnnealingConfig, data: Data, dim: int) -> Float[Tensor, "m n d"]:
+    """The data sets of all seeds."""
+    return torch.stack([exact_tokens(data, config.tokens, dim, seed) for seed in config.seeds])
+
+
+def transition(config: AnnealingConfig, setting: Setting) -> dict[str, Any]:
+    """The transition that growth shows, over the seeds."""
+    z = stack_tokens(config, setting.data, setting.dim)
+    return _entry(setting, transition_by_growth(z, setting.codes, setting.gradient).tolist())
+
+
+def _entry(setting: Setting, found: Sequence[float]) -> dict[str, Any]:
     """The temperatures that the seeds gave, beside the one of theory (lambda_max is 1)."""
-    expected = THRESHOLD[gradient]
+    expected = THRESHOLD[setting.gradient]
     return {
-        "data": data,
-        "dim": dim,
-        "codes": codes,
-        "gradient": gradient,
+        **setting._asdict(),
         "expected": expected,
         **summarize([{"temperature": temperature} for temperature in found]),
         "largest_error": max(abs(temperature / expected - 1) for temperature in found),
     }
 
 
-def separations(
-    config: AnnealingConfig, check: SplitCheck, bar: tqdm
-) -> tuple[list[dict[str, Any]], Panel]:
-    """The transition that a cooling meets, for both data sets and gradients, and its picture.
+Part = tuple[list[dict[str, Any]], Mapping[str, Series], SplitCheck]
+
+
+def first_separation(config: AnnealingConfig, gradient: Gradient) -> Part:
+    """The transition that a cooling meets on both kinds of data, and S_mean on the way.
 
     At the median of the dimensions and of the numbers of codes.
     """
-    entries, series = [], {}
+    entries, series, check = [], {}, SplitCheck()
     dim, codes = (sorted(sizes)[len(sizes) // 2] for sizes in (config.dims, config.codes))
     kinds, seeds = get_args(Data), len(config.seeds)
-    z = torch.stack(
-        [exact_tokens(data, config.tokens, dim, seed) for data in kinds for seed in config.seeds]
-    )
-    for gradient in GRADIENTS:
-        found, ratios, sizes = transition_by_cooling(z, codes, gradient, config.descents, check)
-        for i, data in enumerate(kinds):
-            own = slice(i * seeds, (i + 1) * seeds)
-            entries.append(_entry(data, dim, codes, gradient, found[own]))
-            series[f"{data}, {gradient}"] = (ratios, sizes[own])
-        bar.update()
-    panel = Panel(
-        title="the first separation",
-        x="T / largest eigenvalue of Cov z",
-        y="S_mean / sqrt(trace Cov z)",
-        series=series,
-        marks=tuple(THRESHOLD.values()),
-    )
-    return entries, panel
+    z = torch.cat([stack_tokens(config, data, dim) for data in kinds])
+    found, ratios, sizes = transition_by_cooling(z, codes, gradient, config.descents, check)
+    for i, data in enumerate(kinds):
+        own = slice(i * seeds, (i + 1) * seeds)
+        entries.append(_entry(Setting(data, dim, codes, gradient), found[own]))
+        series[f"{data}, {gradient}"] = (ratios, sizes[own])
+    return entries, series, check
 
 
-def coolings(
-    config: AnnealingConfig, check: SplitCheck, bar: tqdm
-) -> tuple[list[dict[str, Any]], list[Panel]]:
-    """Rises and distinct codes for both gradients, with kicks and without, and two pictures."""
-    entries, energies, groups = [], {}, {}
+def cooling(config: AnnealingConfig, way: tuple[Gradient, float]) -> Part:
+    """Rises and distinct codes of one gradient and kick, and what the figure shows of them."""
+    gradient, kick = way
+    check = SplitCheck()
     clusters = [simplex_clusters(4, config.tokens, 6, 0.5, seed).z for seed in config.seeds]
-    z = torch.stack(clusters)
-    for gradient, kick in itertools.product(GRADIENTS, (0.0, KICK)):
-        run = cool(z, gradient, kick, config.steps, check)
-        reports = [
-            {f"rises_{name}": int(run.rises[name][i]) for name in QUANTITIES}
-            | {"distinct_codes": run.trace["distinct"][i][-1]}
-            for i in range(len(z))
-        ]
-        entries.append(
-            {"gradient": gradient, "kick": kick, "steps": config.steps, **summarize(reports)}
-        )
-        name = f"{gradient}, {'kicked' if kick else 'no kicks'}"
-        groups[name] = (run.ratios, run.trace["distinct"])
-        if gradient == "detached" and kick:
-            names = ("F", "F + T log K", "L_q")
-            for quantity, label in zip(QUANTITIES, names, strict=True):
-                energies[label] = (run.ratios, run.trace[quantity])
-        bar.update()
+    run = cool(torch.stack(clusters), gradient, kick, config.steps, check)
+    reports = [
+        {f"rises_{name}": int(run.rises[name][i]) for name in QUANTITIES}
+        | {"distinct_codes": run.trace["distinct"][i][-1]}
+        for i in range(len(clusters))
+    ]
+    entry = {"gradient": gradient, "kick": kick, "steps": config.steps, **summarize(reports)}
+    series = {name: (run.ratios, values) for name, values in run.trace.items()}
+    return [entry], series, check
+
+
+def pictures(
+    first: Sequence[Part], ways: Sequence[tuple[Gradient, float]], cooled: Sequence[Part]
+) -> list[Panel]:
+    """The first separation, the energies of the kicked detached cooling, and the groups of all."""
     x = "T / threshold of the gradient"
-    return entries, [
-        Panel("cooling, detached gradient", x, "/ trace Cov z", energies, True, False, (1.0,)),
+    energies = cooled[ways.index(("detached", KICK))][1]
+    names = {"F": "free_energy", "F + T log K": "free_energy_plus_t_log_k", "L_q": "loss"}
+    chosen = {label: energies[name] for label, name in names.items()}
+    groups = {
+        f"{gradient}, {'kicked' if kick else 'no kicks'}": series["distinct"]
+        for (gradient, kick), (_, series, _) in zip(ways, cooled, strict=True)
+    }
+    return [
+        Panel(
+            title="the first separation",
+            x="T / largest eigenvalue of Cov z",
+            y="S_mean / sqrt(trace Cov z)",
+            series={name: line for _, series, _ in first for name, line in series.items()},
+            marks=tuple(THRESHOLD.values()),
+        ),
+        Panel("cooling, detached gradient", x, "/ trace Cov z", chosen, True, False, (1.0,)),
         Panel("groups of 8 prototypes", x, "distinct codes", groups, True, False, (1.0,)),
     ]
 
 
 def annealing(config: AnnealingConfig) -> tuple[dict[str, Any], Sequence[Panel]]:
     """The whole report, ready for JSON, and the panels of its figure."""
+    settings = [
+        Setting(*setting)
+        for setting in itertools.product(get_args(Data), config.dims, config.codes, GRADIENTS)
+    ]
+    ways = list(itertools.product(GRADIENTS, (0.0, KICK)))
+    with tqdm(total=len(settings) + len(GRADIENTS) + len(ways), unit="case") as bar:
+        grown = map_cases(partial(transition, config), settings, config, bar)
+        first = map_cases(partial(first_separation, config), GRADIENTS, config, bar)
+        coolings = map_cases(partial(cooling, config), ways, config, bar)
+    met = [entry for entries, _, _ in first for entry in entries]
+    cooled = [entry for entries, _, _ in coolings for entry in entries]
     check = SplitCheck()
-    cases = 4 * len(config.dims) * len(config.codes) + 2 + 4
-    with tqdm(total=cases, unit="case") as bar:
-        grown = transitions(config, bar)
-        met, first = separations(config, check, bar)
-        cooled, others = coolings(config, check, bar)
+    check.merge(part for _, _, part in (*first, *coolings))
     largest = {
         "by_growth": max(entry["largest_error"] for entry in grown),
         "by_cooling": max(entry["largest_error"] for entry in met),
@@ -318,7 +330,7 @@ def annealing(config: AnnealingConfig) -> tuple[dict[str, Any], Sequence[Panel]]
         "transitions_by_cooling": met,
         "coolings": cooled,
     }
-    return report, [first, *others]
+    return report, pictures(first, ways, coolings)
 
 
 def main(arguments: Sequence[str]) -> int:

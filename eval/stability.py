@@ -9,26 +9,28 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
 from eval.clustering import clustering_scores
+from eval.ensemble import ensemble_assignment
 from eval.experiment import SplitCheck, summarize
-from eval.report import ReportConfig, check_positive, run_experiment
-from eval.synthetic import Clusters, simplex_clusters
+from eval.report import ReportConfig, check_positive, map_cases, run_experiment
+from eval.synthetic import simplex_clusters
 from softvq.ddcl import (
     Gradient,
     competitive_loss,
     covariance,
     critical_temperature,
     distinct_codes,
-    nearest,
     separation,
-    soft_assignment,
 )
 from softvq.figures import Panel
 from softvq.quantizers.initialization import kmeans_plus_plus
@@ -74,104 +76,171 @@ class StabilityConfig(ReportConfig):
 
     def steps(self, eps: float) -> int:
         """Steps of a run: equal clock, but no less than what the short look needs."""
-        return max(round(self.clock / eps), self.short_steps)
+        return max(self.equal_clock(eps), self.short_steps)
+
+    def equal_clock(self, eps: float) -> int:
+        """Steps at which the encoder's rate x steps is the same for all eps."""
+        return max(round(self.clock / eps), 1)
 
 
-class Case(NamedTuple):
-    """One point of the grid."""
+class Member(NamedTuple):
+    """What is trained at once for one point of the grid."""
 
-    task: Task
-    gradient: Gradient
     commitment: float
-    eps: float
     seed: int
 
 
+class Case(NamedTuple):
+    """One point of the grid; its commitments and seeds are trained at once."""
+
+    task: Task
+    gradient: Gradient
+    eps: float
+
+
 class Joint(nn.Module):
-    """An encoder of one hidden layer, the prototypes, and the linear head of a task."""
+    """Encoders of one hidden layer, their prototypes and linear heads: one of each a member.
 
-    def __init__(self, case: Case, config: StabilityConfig, data: Clusters) -> None:
+    A member is a commitment and a seed; what belongs to one never touches another.
+    """
+
+    first: Tensor
+    second: Tensor
+    head: Tensor
+
+    def __init__(self, case: Case, config: StabilityConfig, members: Sequence[Member]) -> None:
         super().__init__()
-        self.case = case
-        self.encoder = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
-        self.head = nn.Linear(WIDTH, CLUSTERS if case.task == "classes" else DIM)
+        self.case, self.members = case, members
+        data = [simplex_clusters(CLUSTERS, config.tokens, DIM, 0.8, m.seed) for m in members]
+        self.x = torch.stack([clusters.z.float() for clusters in data])
+        self.labels = data[0].labels
+        self.commitments = torch.tensor([m.commitment for m in members])
+        outputs = CLUSTERS if case.task == "classes" else DIM
+        sizes = {"first": (DIM, HIDDEN), "second": (HIDDEN, WIDTH), "head": (WIDTH, outputs)}
+        for name, (inputs, width) in sizes.items():
+            layers = [_layer(inputs, width, m.seed) for m in members]
+            self.register_parameter(name, nn.Parameter(torch.stack(layers)))
         with torch.no_grad():
-            z = self.encoder(data.z)
-        self.prototypes = nn.Parameter(kmeans_plus_plus(z, CLUSTERS))
-        self.start = covariance(z).trace().item()
-        self.temperature = config.temperature * critical_temperature(z).item()
-        self.labels = data.labels
+            z = self.encode()
+        starts = [_seeds_of(own, m.seed) for own, m in zip(z, members, strict=True)]
+        self.prototypes = nn.Parameter(torch.stack(starts))
+        self.start = torch.stack([covariance(own).trace() for own in z])
+        critical = torch.stack([critical_temperature(own) for own in z])
+        self.temperature = config.temperature * critical
 
-    def loss(self, x: Tensor) -> Tensor:
-        """The task's loss plus L_q in units of the first variance of z."""
-        case, z = self.case, self.encoder(x)
+    def encode(self) -> Float[Tensor, "m n d"]:
+        """The tokens of every member."""
+        return _affine(_affine(self.x, self.first).tanh(), self.second)
+
+    def decode(self, codes: Float[Tensor, "m n d"]) -> Float[Tensor, "m n o"]:
+        """Logits of the classes, or the reconstruction."""
+        return _affine(codes, self.head)
+
+    def losses(self) -> Float[Tensor, "m"]:
+        """Of every member, the task's loss plus L_q in units of the first variance of z."""
+        case, z = self.case, self.encode()
         # Scales the encoder's gradient of L_q and leaves its value
-        shared = z.detach() + case.commitment * (z - z.detach())
-        soft = soft_assignment(shared, self.prototypes, self.temperature)
-        loss = competitive_loss(soft, case.gradient).loss.mean() / self.start
+        shared = z.detach() + rearrange(self.commitments, "m -> m 1 1") * (z - z.detach())
+        soft = ensemble_assignment(shared, self.prototypes, self.temperature)
+        loss = competitive_loss(soft, case.gradient).loss.mean(-1) / self.start
         if case.task == "none":
             return loss
-        output = self.head(soft_assignment(z, self.prototypes, self.temperature).mu)
+        output = self.decode(ensemble_assignment(z, self.prototypes, self.temperature).mu)
         if case.task == "classes":
-            return loss + functional.cross_entropy(output, self.labels)
-        return loss + functional.mse_loss(output, x) / x.var()
+            labels = repeat(self.labels, "n -> m n", m=len(output))
+            scores = rearrange(output, "m n o -> m o n")
+            return loss + functional.cross_entropy(scores, labels, reduction="none").mean(-1)
+        return loss + (output - self.x).square().mean((1, 2)) / self.x.var((1, 2))
 
     @torch.no_grad()
-    def measures(self, x: Tensor, check: SplitCheck) -> dict[str, float]:
-        """The state of encoder and prototypes; separations in sqrt(trace Cov z) of the start."""
-        z, p = self.encoder(x), self.prototypes
-        check.add(z, p, self.temperature)
-        apart = separation(p)
-        trace = covariance(z).trace().item()
-        scores = clustering_scores(self.labels.numpy(), nearest(z, p).numpy())
-        measures = {
-            "separation_min": apart.minimum.item() / math.sqrt(self.start),
-            "separation_mean": apart.mean.item() / math.sqrt(self.start),
-            "trace": trace / self.start,
-            "temperature_ratio": self.temperature / max(critical_temperature(z).item(), 1e-300),
-            "distinct_codes": distinct_codes(p, APART * math.sqrt(trace)),
-            "accuracy": scores["accuracy"],
-        }
-        output = self.head(soft_assignment(z, p, self.temperature).mu)
-        if self.case.task == "classes":
-            measures["task_accuracy"] = (output.argmax(1) == self.labels).double().mean().item()
-        elif self.case.task == "reconstruction":
-            hard = self.head(p[nearest(z, p)])
-            variance = covariance(x).trace().item()
-            for name, decoded in (("nmse_soft", output), ("nmse_hard", hard)):
-                measures[name] = (decoded - x).square().sum(1).mean().item() / variance
-        measures["collapsed"] = float(
-            measures["trace"] < OPEN or measures["distinct_codes"] < CLUSTERS / 2
-        )
-        return measures
+    def measures(self, check: SplitCheck) -> list[dict[str, float]]:
+        """The state of every member; separations in sqrt(trace Cov z) of the start."""
+        everything = self.encode()
+        soft = ensemble_assignment(everything, self.prototypes, self.temperature)
+        output = self.decode(soft.mu)
+        codes = torch.stack([p[i] for p, i in zip(self.prototypes, soft.indices, strict=True)])
+        hard = self.decode(codes)
+        found = []
+        for i, (z, p, temperature) in enumerate(
+            zip(everything, self.prototypes, self.temperature, strict=True)
+        ):
+            check.add(z, p, temperature)
+            own = _state(z, p, temperature, self.start[i])
+            scores = clustering_scores(self.labels.numpy(), soft.indices[i].numpy())
+            own["accuracy"] = scores["accuracy"]
+            if self.case.task == "classes":
+                right = output[i].argmax(1) == self.labels
+                own["task_accuracy"] = right.double().mean().item()
+            elif self.case.task == "reconstruction":
+                variance = covariance(self.x[i]).trace()
+                for name, decoded in (("nmse_soft", output[i]), ("nmse_hard", hard[i])):
+                    error = (decoded - self.x[i]).square().sum(1).mean()
+                    own[name] = (error / variance).item()
+            found.append(own)
+        return found
 
 
-def train(case: Case, config: StabilityConfig, check: SplitCheck) -> list[dict[str, float]]:
-    """Measures at the start and after 20 equal parts of the run and `short_steps`, in order.
+def _state(z: Tensor, p: Tensor, temperature: Tensor, start: Tensor) -> dict[str, float]:
+    """Collapse of encoder and prototypes, without what depends on labels."""
+    apart, trace, unit = separation(p), covariance(z).trace(), start.sqrt()
+    ratio = temperature / critical_temperature(z).clamp_min(torch.finfo(z.dtype).tiny)
+    distinct = distinct_codes(p, APART * trace.sqrt())
+    return {
+        "separation_min": (apart.minimum / unit).item(),
+        "separation_mean": (apart.mean / unit).item(),
+        "trace": (trace / start).item(),
+        "temperature_ratio": ratio.item(),
+        "distinct_codes": distinct,
+        "collapsed": float(bool(trace < OPEN * start) or distinct < CLUSTERS / 2),
+    }
 
-    Raises ArithmeticError when the loss is not finite.
+
+def _layer(inputs: int, width: int, seed: int) -> Float[Tensor, "i o"]:
+    """Weights and, as the last row, biases, uniform as in `torch.nn.Linear`."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.rand(inputs + 1, width, generator=generator) - 1) / inputs**0.5
+
+
+def _affine(x: Tensor, layer: Tensor) -> Tensor:
+    return torch.baddbmm(layer[:, -1:], x, layer[:, :-1])
+
+
+def _seeds_of(z: Tensor, seed: int) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kmeans_plus_plus(z, CLUSTERS)
+
+
+Records = list[dict[str, float]]
+
+
+def train(config: StabilityConfig, case: Case) -> tuple[dict[Member, Records], SplitCheck]:
+    """Measures of every member at the start, after 10 equal parts of the run and `short_steps`.
+
+    Raises ArithmeticError when a loss is not finite.
     """
-    data = simplex_clusters(CLUSTERS, config.tokens, DIM, 0.8, case.seed)
-    data = Clusters(data.z.float(), data.labels)
-    torch.manual_seed(case.seed)
-    model = Joint(case, config, data)
-    slow = {"params": model.encoder.parameters(), "lr": case.eps * config.lr}
-    fast = {"params": [model.prototypes, *model.head.parameters()], "lr": config.lr}
+    members = [Member(c, s) for c in config.commitments for s in config.seeds]
+    model = Joint(case, config, members)
+    slow = {"params": [model.first, model.second], "lr": case.eps * config.lr}
+    fast = {"params": [model.prototypes, model.head], "lr": config.lr}
+    # Adam's steps are elementwise, so that members trained at once stay what they are alone
     optimizer = torch.optim.Adam([slow, fast], foreach=True)
     steps = config.steps(case.eps)
-    looks = {round(steps * i / 20) for i in range(21)}
-    looks |= {config.short_steps, round(config.clock / case.eps)}
-    records = []
+    looks = {round(steps * i / 10) for i in range(11)}
+    looks |= {config.short_steps, config.equal_clock(case.eps)}
+    records: dict[Member, Records] = {member: [] for member in members}
+    check = SplitCheck()
     for step in range(steps + 1):
         if step in looks:
-            records.append({"step": step, **model.measures(data.z, check)})
-        loss = model.loss(data.z)
+            for member, state in zip(members, model.measures(check), strict=True):
+                records[member].append({"step": step, **state})
+        loss = model.losses().sum()
         if not math.isfinite(loss.item()):
-            raise ArithmeticError(f"the loss is {loss.item()} at step {step} of {case}")
+            raise ArithmeticError(f"a loss is {loss.item()} at step {step} of {case}")
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return records
+    return records, check
 
 
 def at(records: Sequence[dict[str, float]], step: int) -> dict[str, float]:
@@ -179,7 +248,7 @@ def at(records: Sequence[dict[str, float]], step: int) -> dict[str, float]:
     return next(record for record in records if record["step"] == step)
 
 
-def judge(entries: Sequence[dict[str, Any]], config: StabilityConfig) -> list[dict[str, Any]]:
+def judge(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each task, gradient and commitment, whether eps decides as the paper says.
 
     It does when no seed collapses at eps <= 0.1 and every seed does at eps = 1, at an equal clock;
@@ -213,72 +282,69 @@ def judge(entries: Sequence[dict[str, Any]], config: StabilityConfig) -> list[di
     return verdicts
 
 
-def pictures(histories: dict[Case, list[dict[str, float]]], config: StabilityConfig) -> list[Panel]:
-    """Trace of Cov z against the clock without a task, and the end of every task against eps."""
-    strongest = max(config.commitments)
+History = dict[tuple[Case, Member], Records]
+
+
+def pictures(histories: History, config: StabilityConfig) -> list[Panel]:
+    """Trace of Cov z against the clock for the first task, and the end of all tasks against eps."""
+    commitment, first = max(config.commitments), config.tasks[0]
+
+    def runs(task: Task, gradient: Gradient, eps: float) -> list[Records]:
+        case = Case(task, gradient, eps)
+        return [histories[case, Member(commitment, seed)] for seed in config.seeds]
+
     panels = []
     for gradient in get_args(Gradient):
         series = {}
         for eps in config.eps:
-            runs = [
-                records
-                for case, records in histories.items()
-                if case[:4] == (config.tasks[0], gradient, strongest, eps)
-            ]
-            clocks = [max(record["step"], 0.5) * eps for record in runs[0]]
-            series[f"eps = {eps:g}"] = (clocks, [[r["trace"] for r in run] for run in runs])
-        title = f"task: {config.tasks[0]}, {gradient}, commitment {strongest:g}"
-        panels.append(
-            Panel(title, "eps x steps", "trace Cov z / start", series, True, True, (config.clock,))
-        )
-    for key, label in (
-        ("trace", "trace Cov z / start"),
-        ("temperature_ratio", "T / Tc"),
-        ("separation_mean", "S_mean / start scale"),
-        ("accuracy", "accuracy"),
-    ):
+            chosen = runs(first, gradient, eps)
+            clocks = [max(record["step"], 0.5) * eps for record in chosen[0]]
+            series[f"eps = {eps:g}"] = (clocks, [[r["trace"] for r in run] for run in chosen])
+        title = f"task: {first}, {gradient}, commitment {commitment:g}"
+        panels.append(Panel(title, "eps x steps", "trace Cov z / start", series, True, True))
+    ends = {
+        "trace": "trace Cov z / start",
+        "separation_mean": "S_mean / sqrt(trace Cov z at start)",
+        "temperature_ratio": "T / Tc",
+        "accuracy": "accuracy of the codes",
+    }
+    for key, label in ends.items():
         series = {}
         for task, gradient in itertools.product(config.tasks, get_args(Gradient)):
-            rows = [
-                [
-                    at(
-                        histories[Case(task, gradient, strongest, eps, seed)],
-                        round(config.clock / eps),
-                    )[key]
-                    for eps in config.eps
-                ]
-                for seed in config.seeds
+            columns = [
+                [at(run, config.equal_clock(eps))[key] for run in runs(task, gradient, eps)]
+                for eps in config.eps
             ]
+            rows = [list(row) for row in zip(*columns, strict=True)]
             series[f"{task}, {gradient}"] = (config.eps, rows)
-        log = key != "accuracy"
-        panels.append(Panel(f"equal clock: {label}", "eps", label, series, True, log, (STABLE,)))
+        panels.append(Panel("at equal clock", "eps", label, series, True, key != "accuracy"))
     return panels
 
 
 def stability(config: StabilityConfig) -> tuple[dict[str, Any], Sequence[Panel]]:
     """The whole report, ready for JSON, and the panels of its figure."""
     check = SplitCheck()
-    grid = list(itertools.product(config.tasks, get_args(Gradient), config.commitments, config.eps))
-    histories: dict[Case, list[dict[str, float]]] = {}
+    cases = [
+        Case(*point) for point in itertools.product(config.tasks, get_args(Gradient), config.eps)
+    ]
+    histories: History = {}
     entries = []
-    total = sum(config.steps(point[3]) for point in grid) * len(config.seeds)
-    with tqdm(total=total, unit="step") as bar:
-        for point in grid:
-            runs = []
-            for seed in config.seeds:
-                case = Case(*point, seed)
-                histories[case] = train(case, config, check)
-                runs.append(histories[case])
-                bar.update(config.steps(case.eps))
-            task, gradient, commitment, eps = point
-            steps = round(config.clock / eps)
+    # The longest first, so that processes end together
+    cases.sort(key=lambda case: case.eps)
+    with tqdm(total=len(cases), unit="case") as bar:
+        runs = map_cases(partial(train, config), cases, config, bar)
+    for case, (trained, part) in zip(cases, runs, strict=True):
+        check.merge([part])
+        histories |= {(case, member): records for member, records in trained.items()}
+        steps = config.equal_clock(case.eps)
+        for commitment in config.commitments:
+            chosen = [trained[Member(commitment, seed)] for seed in config.seeds]
             entries.append(
-                {"task": task, "gradient": gradient, "commitment": commitment, "eps": eps}
-                | {"steps_at_equal_clock": steps}
-                | {"clock": summarize([at(run, steps) for run in runs])}
-                | {"steps": summarize([at(run, config.short_steps) for run in runs])}
+                {**case._asdict(), "commitment": commitment, "steps_at_equal_clock": steps}
+                | {"clock": summarize([at(run, steps) for run in chosen])}
+                | {"steps": summarize([at(run, config.short_steps) for run in chosen])}
             )
-    verdicts = judge(entries, config)
+    verdicts = judge(entries)
     known = [v["claim_holds"] for v in verdicts if v["claim_holds"] is not None]
     report = {
         "claim": f"eps <= {STABLE} is stable, eps = {COLLAPSING:g} collapses",
