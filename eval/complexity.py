@@ -1,12 +1,14 @@
 """Time and memory of the DDCL readout, self-attention and Slot Attention against the tokens:
 `python -m eval.complexity`.
 
-All contestants alternate in one run; how they are timed is in `eval.timing`.
+All contestants alternate in one run, and seconds are those on processors, which other programs
+disturb little; how they are timed is in `eval.timing`.
 """
 
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,7 +174,7 @@ def exponent(lengths: Sequence[int], values: Sequence[float], tail: int) -> floa
 
 
 def times(config: ComplexityConfig, bar: tqdm) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Seconds of every repeat, by mode, length and contestant."""
+    """Processor seconds of every repeat, by mode, length and contestant."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {mode: {} for mode in MODES}
     for mode in MODES:
         for tokens in config.lengths:
@@ -182,19 +184,22 @@ def times(config: ComplexityConfig, bar: tqdm) -> dict[str, dict[int, dict[str, 
                     name: make_step(name, mode, tokens, config.dim, config.codes, seed)
                     for name in NAMES
                 }
-                for name, values in alternate(steps, config.repeats, bar).items():
+                for name, values in alternate(
+                    steps, config.repeats, bar, time.process_time
+                ).items():
                     pooled[name] += values
             found[mode][tokens] = pooled
     return found
 
 
 def memories(config: ComplexityConfig, bar: tqdm) -> dict[str, dict[int, int]]:
-    """Extra peak bytes of a step at every fourth length; empty where the system does not tell."""
+    """Extra peak bytes of a step at the longest three of every second length; empty where the
+    system does not tell."""
     if not has_peak_memory():
         return {}
     measured: dict[str, dict[int, int]] = {name: {} for name in NAMES}
     shape = (config.dim, config.codes, config.threads)
-    for tokens in config.lengths[::-2][:4][::-1]:
+    for tokens in config.lengths[::-2][:3][::-1]:
         for name in NAMES:
             measured[name][tokens] = in_fresh_process(peak_bytes, name, "step", tokens, *shape)
             bar.update()
@@ -218,7 +223,9 @@ def check_split(config: ComplexityConfig) -> SplitCheck:
 def complexity(config: ComplexityConfig) -> tuple[dict[str, Any], Sequence[Panel]]:
     """The whole report, ready for JSON, and the panels of its figure."""
     lengths = config.lengths
-    total = 2 * len(lengths) * len(config.seeds) * config.repeats + 5 * len(lengths[::-2][:4])
+    total = 2 * len(lengths) * len(config.seeds) * config.repeats + len(NAMES) * len(
+        lengths[::-2][:3]
+    )
     with tqdm(total=total, unit="repeat") as bar:
         seconds, peaks = times(config, bar), memories(config, bar)
     report: dict[str, Any] = {"lengths": lengths, "split": vars(check_split(config))}
@@ -236,7 +243,7 @@ def complexity(config: ComplexityConfig) -> tuple[dict[str, Any], Sequence[Panel
             }
             series[name] = (lengths, [list(row) for row in zip(*every, strict=True)])
         title = "forward" if mode == "forward" else "forward and backward"
-        panels.append(Panel(title, "tokens", "seconds", series, True, True))
+        panels.append(Panel(title, "tokens", "processor seconds", series, True, True))
     report["peak_bytes"] = {
         name: {
             "exponent": exponent([*values], [*values.values()], 2),
@@ -261,7 +268,8 @@ NOTES = {
     "attention_math": "scaled_dot_product_attention, math kernel: holds n x n weights",
     "attention_fused": "scaled_dot_product_attention, torch's fused (flash) kernel: the same n^2 "
     "operations, without the n x n memory",
-    "tokens": "a readout mixes no tokens: it is no replacement for attention, only cheaper",
+    "seconds": "processor time of all threads",
+    "readout": "a readout mixes no tokens: it is no replacement for attention, only cheaper",
 }
 
 
