@@ -24,7 +24,14 @@ from tqdm import tqdm
 
 from eval.experiment import SplitCheck
 from eval.report import ReportConfig, check_positive, run_experiment
-from eval.timing import Step, alternate, extra_peak, has_peak_memory, in_fresh_process
+from eval.timing import (
+    Step,
+    alternate,
+    extra_peak,
+    has_peak_memory,
+    in_fresh_process,
+    reset_peak,
+)
 from softvq.figures import Panel, Series
 from softvq.readout import DDCLReadout
 
@@ -159,11 +166,20 @@ def make_step(name: str, mode: str, tokens: int, dim: int, codes: int, seed: int
     return step
 
 
-def peak_bytes(name: str, mode: str, tokens: int, dim: int, codes: int, threads: int) -> int:
-    """Peak memory of one call beyond what was resident before; needs a fresh process."""
+def peak_bytes(
+    names: Sequence[str], lengths: Sequence[int], dim: int, codes: int, threads: int
+) -> dict[str, dict[int, int]]:
+    """Peak memory of one step of each beyond what was resident before; needs a fresh process."""
     torch.set_num_threads(threads)
-    make_step(name, mode, 64, dim, codes, 0)()  # loads the libraries
-    return extra_peak(make_step(name, mode, tokens, dim, codes, 0))
+    peaks: dict[str, dict[int, int]] = {}
+    for name in names:
+        make_step(name, "step", 64, dim, codes, 0)()  # loads the libraries
+        peaks[name] = {}
+        for tokens in lengths:
+            step = make_step(name, "step", tokens, dim, codes, 0)
+            reset_peak()
+            peaks[name][tokens] = extra_peak(step)
+    return peaks
 
 
 def exponent(lengths: Sequence[int], values: Sequence[float], tail: int) -> float | None:
@@ -192,18 +208,12 @@ def times(config: ComplexityConfig, bar: tqdm) -> dict[str, dict[int, dict[str, 
     return found
 
 
-def memories(config: ComplexityConfig, bar: tqdm) -> dict[str, dict[int, int]]:
-    """Extra peak bytes of a step at the longest three of every second length; empty where the
-    system does not tell."""
+def memories(config: ComplexityConfig) -> dict[str, dict[int, int]]:
+    """Extra peak bytes of a step at every length; empty where the system does not tell."""
     if not has_peak_memory():
         return {}
-    measured: dict[str, dict[int, int]] = {name: {} for name in NAMES}
     shape = (config.dim, config.codes, config.threads)
-    for tokens in config.lengths[::-2][:3][::-1]:
-        for name in NAMES:
-            measured[name][tokens] = in_fresh_process(peak_bytes, name, "step", tokens, *shape)
-            bar.update()
-    return measured
+    return in_fresh_process(peak_bytes, NAMES, config.lengths, *shape)
 
 
 def check_split(config: ComplexityConfig) -> SplitCheck:
@@ -223,11 +233,9 @@ def check_split(config: ComplexityConfig) -> SplitCheck:
 def complexity(config: ComplexityConfig) -> tuple[dict[str, Any], Sequence[Panel]]:
     """The whole report, ready for JSON, and the panels of its figure."""
     lengths = config.lengths
-    total = 2 * len(lengths) * len(config.seeds) * config.repeats + len(NAMES) * len(
-        lengths[::-2][:3]
-    )
-    with tqdm(total=total, unit="repeat") as bar:
-        seconds, peaks = times(config, bar), memories(config, bar)
+    with tqdm(total=2 * len(lengths) * len(config.seeds) * config.repeats, unit="repeat") as bar:
+        seconds = times(config, bar)
+    peaks = memories(config)
     report: dict[str, Any] = {"lengths": lengths, "split": vars(check_split(config))}
     panels = []
     for mode in MODES:
@@ -246,7 +254,7 @@ def complexity(config: ComplexityConfig) -> tuple[dict[str, Any], Sequence[Panel
         panels.append(Panel(title, "tokens", "processor seconds", series, True, True))
     report["peak_bytes"] = {
         name: {
-            "exponent": exponent([*values], [*values.values()], 2),
+            "exponent": exponent([*values], [*values.values()], config.tail),
             "bytes": {str(tokens): peak for tokens, peak in values.items()},
         }
         for name, values in peaks.items()

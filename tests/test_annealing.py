@@ -24,7 +24,9 @@ def test_exact_tokens_have_the_spectrum_that_is_promised(data, dim):
     z = exact_tokens(data, 64, dim, seed=3)
     rest = 0.1 if data == "pair" else 0.5
     spectrum = torch.linalg.eigvalsh(covariance(z))
-    assert_close(spectrum, torch.tensor([rest] * (dim - 1) + [1.0]).double(), rtol=1e-12, atol=0)
+    assert_close(
+        spectrum, torch.tensor([rest] * (dim - 1) + [1.0], dtype=torch.float64), rtol=1e-12, atol=0
+    )
     assert_close(z.mean(0), torch.zeros(dim).double())
     assert not torch.equal(z, exact_tokens(data, 64, dim, seed=4))
 

@@ -69,7 +69,10 @@ def test_a_step_reaches_the_tokens(name, monkeypatch):
 
 
 def test_the_program_reports_times_exponents_and_memory(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(complexity, "in_fresh_process", lambda _, name, mode, n, *rest: 64 * n**2)
+    def peaks(_, names, lengths, *rest):
+        return {name: {n: 64 * n**2 for n in lengths} for name in names}
+
+    monkeypatch.setattr(complexity, "in_fresh_process", peaks)
     assert complexity.main([*TINY, "--out", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"complexity.json", "complexity.png"}
@@ -88,17 +91,18 @@ def test_the_program_reports_times_exponents_and_memory(tmp_path, capsys, monkey
             assert all(0 < low <= median <= high for low, median, high in ranges)
     if sys.platform == "linux":
         for peaks in report["peak_bytes"].values():
-            assert peaks["bytes"] == {"16": 64 * 16**2, "64": 64 * 64**2}
+            assert peaks["bytes"] == {str(n): 64 * n**2 for n in (16, 32, 64)}
             assert peaks["exponent"] == pytest.approx(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_peak_of_a_process_of_its_own_sees_the_weights():
-    tokens = 2048
-    peak = complexity.in_fresh_process(
-        complexity.peak_bytes, "attention_math", "forward", tokens, 8, 4, 1
-    )
-    assert 4 * tokens**2 <= peak < 20 * tokens**2
+    lengths = (2048, 1024)
+    names = ("attention_math", "ddcl")
+    peaks = complexity.in_fresh_process(complexity.peak_bytes, names, lengths, 8, 4, 1)
+    for tokens in lengths:
+        assert 4 * tokens**2 <= peaks["attention_math"][tokens] < 40 * tokens**2
+        assert peaks["ddcl"][tokens] < 4 * tokens**2
 
 
 @pytest.mark.parametrize(
