@@ -28,7 +28,7 @@ def line(apogee, perigee, inclination, decay="", centre="EA") -> str:
 
 
 @pytest.mark.parametrize(
-    ("axis", "minutes"), [(42164.17, 1436.07), (26559.8, 717.97), (6378.137 + 400, 92.56)]
+    ("axis", "minutes"), [(42164.17, 1436.07), (26559.8, 717.95), (6378.137 + 400, 92.56)]
 )
 def test_kepler_gives_the_known_periods(axis, minutes):
     assert kepler_period(np.array(axis)) == pytest.approx(minutes, abs=0.01)
@@ -73,7 +73,7 @@ def test_shares_and_seeds_are_followed():
     ("axis", "eccentricity", "expected"),
     [
         (6800, 0.001, "LEO"),
-        (8400, 0.02, "MEO"),
+        (8500, 0.02, "MEO"),
         (26560, 0.01, "MEO"),
         (26560, 0.7, "HEO"),
         (42164, 0.0, "GEO"),
