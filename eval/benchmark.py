@@ -9,12 +9,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +22,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eval.timing import (
+    PAUSE_SECONDS,
+    Step,
+    alternate,
+    cpu_model,
+    extra_peak,
+    has_peak_memory,
+    in_fresh_process,
+)
 from softvq.autoencoder import VQVAE, VQVAEConfig
 from softvq.checkpoint import write_json
 from softvq.data import ImageArray
@@ -37,10 +43,7 @@ from softvq.training import TrainConfig, build_optimizer, train_step
 SHAPES = ((512, 64), (4096, 64), (16384, 8))
 MEMORY_SHAPE = (65536, 8)
 GEMM_SIDE = 2048
-PAUSE_SECONDS = 0.02
 TOKENS_PER_IMAGE = 64
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,26 +161,6 @@ def contestants(problem: Problem, threads: int) -> dict[str, Step]:
     }
 
 
-def seconds_of(step: Step) -> float:
-    # faiss brings an OpenMP of its own, whose threads keep a core busy for a while after a call.
-    time.sleep(PAUSE_SECONDS)
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def alternate(steps: dict[str, Step], repeats: int, bar: tqdm) -> dict[str, list[float]]:
-    """Seconds of every step in every repeat, after one warm-up of each."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for _ in range(repeats):
-        for name, step in steps.items():
-            seconds[name].append(seconds_of(step))
-        bar.update()
-    return seconds
-
-
 def timings(config: BenchmarkConfig, codes: int, dim: int, bar: tqdm) -> dict[str, list[float]]:
     """Seconds of every contestant in every repeat, after one warm-up, and the floor of the core.
 
@@ -263,14 +246,6 @@ def loop(config: BenchmarkConfig, bar: tqdm) -> dict[str, Any]:
     return report
 
 
-def _status_bytes(field: str) -> int:
-    """A figure of /proc/self/status; getrusage's peak would include that of the parent process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
-
-
 def extra_peak_bytes(contestant: str, tokens: int, codes: int, dim: int, threads: int) -> int:
     """Peak resident memory of one step beyond what was resident before; needs a fresh process."""
     torch.set_num_threads(threads)
@@ -282,35 +257,17 @@ def extra_peak_bytes(contestant: str, tokens: int, codes: int, dim: int, threads
         return vector_quantize_step(problem)
 
     prepare(64, 64)()  # loads the libraries
-    step = prepare(tokens, codes)
-    before = _status_bytes("VmRSS")
-    step()
-    return _status_bytes("VmHWM") - before
+    return extra_peak(prepare(tokens, codes))
 
 
 def memory(config: BenchmarkConfig) -> dict[str, int]:
     """Extra peak bytes by contestant, each in its own process; empty where Linux's /proc is not."""
-    if not Path("/proc/self/status").exists():
+    if not has_peak_memory():
         return {}
-    peaks = {}
-    for contestant in ("streaming", "vector_quantize"):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            job = pool.submit(
-                extra_peak_bytes, contestant, config.tokens, *MEMORY_SHAPE, config.threads
-            )
-            try:
-                peaks[contestant] = job.result()
-            except BrokenProcessPool:
-                raise ValueError(f"no memory left for {contestant}; give fewer --tokens") from None
-    return peaks
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), "unknown")
+    return {
+        name: in_fresh_process(extra_peak_bytes, name, config.tokens, *MEMORY_SHAPE, config.threads)
+        for name in ("streaming", "vector_quantize")
+    }
 
 
 def benchmark(config: BenchmarkConfig) -> dict[str, Any]:

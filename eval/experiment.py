@@ -4,7 +4,7 @@ Each experiment is a program of its own beside this file.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +70,10 @@ class SplitCheck:
         self.checks += 1
         self.violations += not (difference <= TOLERANCE and bool((soft.variance >= 0).all()))
         self.largest = max(self.largest, difference)
+
+    def merge(self, others: Iterable["SplitCheck"]) -> None:
+        """Adds what others have looked at."""
+        for other in others:
+            self.checks += other.checks
+            self.violations += other.violations
+            self.largest = max(self.largest, other.largest)

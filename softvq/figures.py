@@ -1,4 +1,4 @@
-"""The pictures of a run: curves, reconstructions and the codebook atlas, each written as one PNG.
+"""The pictures of runs and experiments: curves, panels, reconstructions, the codebook atlas; PNG.
 
 Only this module imports matplotlib; the numbers, the images and the file's name are the caller's.
 """
@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from einops import rearrange, repeat
@@ -34,6 +34,23 @@ _NAMES = {  # name and unit of what is logged
     "temperature_ratio": ("temperature / critical", ""),
 }
 _ATLAS_LIMIT = 1024
+Series = tuple[Sequence[float], Sequence[Sequence[float]]]  # x, and the values of every seed there
+
+
+class Panel(NamedTuple):
+    """One system of axes for `panels`."""
+
+    title: str
+    x: str
+    """Name and unit of the horizontal axis."""
+    y: str
+    """Name and unit of the vertical axis."""
+    series: Mapping[str, Series]
+    """Lines by label: the mean over the seeds, within a band from the lowest to the highest."""
+    x_log: bool = False
+    y_log: bool = False
+    marks: Sequence[float] = ()
+    """Where a dashed vertical line stands, such as a threshold that theory gives."""
 
 
 def curves(
@@ -63,6 +80,41 @@ def curves(
         _finish_panel(panel, key)
     lines, labels = list(handles.values()), list(handles)
     figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False)
+    return _write(figure, path)
+
+
+def panels(contents: Sequence[Panel], path: str | os.PathLike) -> Path:
+    """Panels side by side, three to a row, each with a legend of its own; returns the path written.
+
+    Values that are not finite leave a gap. Raises ValueError for no panel, and for a seed whose
+    values are not as many as the places on the horizontal axis. The folder of `path` must exist.
+    """
+    if not contents:
+        raise ValueError("panels need at least one panel, got none")
+    columns = min(len(contents), 3)
+    rows = math.ceil(len(contents) / columns)
+    figure = Figure(figsize=(4.6 * columns, 3.6 * rows), dpi=_DPI, layout="constrained")
+    for position, content in enumerate(contents, start=1):
+        axes = figure.add_subplot(rows, columns, position)
+        for number, (label, (places, seeds)) in enumerate(content.series.items()):
+            values = np.array(seeds, dtype=float)
+            if values.shape != (len(seeds), len(places)) or not values.size:
+                raise ValueError(
+                    f"{label} needs {len(places)} values a seed, got shape {values.shape}"
+                )
+            colour = _COLOURS[number % len(_COLOURS)]
+            style = f"{_MARKERS[number % len(_MARKERS)]}-" if len(places) <= 25 else "-"
+            axes.fill_between(places, values.min(0), values.max(0), color=colour, alpha=0.2, lw=0)
+            axes.plot(places, values.mean(0), style, color=colour, markersize=4, label=label)
+        for place in content.marks:
+            axes.axvline(place, color="0.4", linestyle="--", linewidth=1)
+        axes.set_title(content.title, fontsize=11)
+        axes.set(xlabel=content.x, ylabel=content.y)
+        axes.set_xscale("log" if content.x_log else "linear")
+        axes.set_yscale("log" if content.y_log else "linear")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     return _write(figure, path)
 
 

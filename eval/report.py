@@ -1,0 +1,128 @@
+"""The frame of an experiment's program: its shared flags, its report, and the files of a report.
+
+What is measured is in the experiments beside this file; how several seeds become one number, in
+`eval.experiment`.
+"""
+
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+from tqdm import tqdm
+
+from eval.timing import cpu_model
+from softvq import figures
+from softvq.checkpoint import write_json
+from softvq.program import parse_flags, run_program
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Flags that every experiment has."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One repetition for each; figures are mean and sample standard deviation over them."""
+    threads: int = 1
+    """CPU threads of torch, in every process."""
+    processes: int = 1
+    """Processes that share the cases, where an experiment has many; results do not depend on it."""
+    out: Path | None = None
+    """Existing folder for the JSON object and the figure."""
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be different and 0 or more, got {self.seeds}")
+        for name in ("threads", "processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.out is not None and not self.out.is_dir():
+            raise ValueError(f"out must be an existing folder, got {self.out}")
+
+
+Case = TypeVar("Case")
+Result = TypeVar("Result")
+Config = TypeVar("Config", bound=ReportConfig)
+Experiment = Callable[[Config], tuple[dict[str, Any], Sequence[figures.Panel]]]
+
+
+def check_positive(config: ReportConfig, *names: str) -> None:
+    """Raises ValueError for the first named option, or entry of one, that is not above 0."""
+    for name in names:
+        value = getattr(config, name)
+        for entry in value if isinstance(value, tuple) else (value,):
+            if not 0 < entry < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {entry}")
+        if value == ():
+            raise ValueError(f"{name} must not be empty")
+
+
+def map_cases(
+    function: Callable[[Case], Result], cases: Sequence[Case], config: ReportConfig, bar: tqdm
+) -> list[Result]:
+    """Results in the order of the cases, computed in `config.processes` processes.
+
+    With more than one, `function` and cases must be of a module, not of a function.
+    """
+    results = []
+    with ExitStack() as stack:
+        if config.processes == 1:
+            found = map(function, cases)
+        else:
+            pool = ProcessPoolExecutor(
+                config.processes,
+                mp_context=get_context("spawn"),
+                initializer=torch.set_num_threads,
+                initargs=(config.threads,),
+            )
+            found = stack.enter_context(pool).map(function, cases)
+        for result in found:
+            results.append(result)
+            bar.update()
+    return results
+
+
+def run_experiment(
+    name: str,
+    config_class: type[Config],
+    experiment: Experiment[Config],
+    arguments: Sequence[str],
+    description: str,
+) -> int:
+    """Reads flags, runs the experiment, prints its report and returns the exit status.
+
+    With `--out` it also writes `NAME.json` and `NAME.png` there.
+    """
+
+    def action() -> dict[str, Any]:
+        config = parse_flags(
+            lambda: tyro.cli(config_class, args=arguments, description=description)
+        )
+        torch.set_num_threads(config.threads)
+        start = time.perf_counter()
+        report, panels = experiment(config)
+        report = {
+            "command": shlex.join(["python", "-m", f"eval.{name}", *arguments]),
+            "seeds": list(config.seeds),
+            "seconds": time.perf_counter() - start,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu": cpu_model(),
+            **report,
+        }
+        if config.out is not None:
+            figures.panels(panels, config.out / f"{name}.png")
+            write_json(config.out / f"{name}.json", report)
+            print(f"written: {config.out / name}.json and .png", file=sys.stderr)
+        return report
+
+    return run_program(action)
