@@ -3,11 +3,13 @@
 The clusters come from the programs; classes are used here alone.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 from sklearn.metrics.cluster import contingency_matrix
@@ -51,8 +53,14 @@ def agreement(classes: Sequence[int], clusters: Sequence[int]) -> dict[str, floa
 
 
 def kmeans(train: Tensor, test: Tensor, k: int, seed: int) -> tuple[list[int], list[int]]:
-    """Clusters of the rows of both, by k-means on `train` alone (the best of 10 starts)."""
-    model = KMeans(k, n_init=_STARTS, random_state=seed).fit(train.numpy())
+    """Clusters of the rows of both, by k-means on `train` alone (the best of 10 starts).
+
+    Fewer than k if `train` has fewer distinct rows.
+    """
+    with warnings.catch_warnings():
+        # The report says how many clusters there are.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = KMeans(k, n_init=_STARTS, random_state=seed).fit(train.numpy())
     assert model.labels_ is not None
     return model.labels_.tolist(), model.predict(test.numpy()).tolist()
 

@@ -36,6 +36,8 @@ Temperatures = Literal["own", "shared"]
 _RATE = 0.03
 # Documents that the prototypes start from
 _FIRST = 256
+# Batches of 64 documents that Tc and the spread of a level's input are measured on
+_SAMPLE = 5
 # Prototypes closer than this share of the spread of the level's input count as one
 _SAME = 0.01
 
@@ -150,8 +152,7 @@ class _Sums:
         self.codebook, self.check = codebook, SplitCheck()
         self.tokens, self.variance, self.reconstruction = 0, 0.0, 0.0
         self.clusters: list[int] = []
-        dim = codebook.dim
-        self.sum, self.products = torch.zeros(dim).double(), torch.zeros(dim, dim).double()
+        self.sample: list[Tensor] = []
 
     def add(
         self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"], output: ReadoutOutput
@@ -163,18 +164,16 @@ class _Sums:
         self.reconstruction += count * head.reconstruction.item()
         self.check.add(x[:1], self.codebook.prototypes, self.codebook.temperature, mask[:1])
         self.clusters += output.histogram[:, 0].argmax(-1).tolist()
-        real = x[mask].double()
-        self.sum += real.sum(0)
-        self.products += real.T @ real
+        if len(self.sample) < _SAMPLE:
+            self.sample.append(x[mask])
 
     def compute(self, labels: Sequence[int]) -> dict[str, float]:
         variance, reconstruction = (
             total / self.tokens for total in (self.variance, self.reconstruction)
         )
-        mean = self.sum / self.tokens
-        covariance = self.products / self.tokens - mean[:, None] * mean
-        critical = 2 * torch.linalg.eigvalsh(covariance)[-1].item()
-        spread = covariance.trace().clamp_min(0).sqrt().item()
+        tokens = torch.cat(self.sample)
+        critical = ddcl.critical_temperature(tokens).item()
+        spread = ddcl.covariance(tokens).trace().sqrt().item()
         prototypes = self.codebook.prototypes
         return {
             "variance": variance,
@@ -208,7 +207,8 @@ def run(config: Compression, command: Sequence[str]) -> dict[str, Any]:
     for temperatures in ("own", "shared"):
         runs = [compress(config, corpus, temperatures, seed) for seed in config.seeds]
         epochs = [summarize(records) for records in zip(*runs, strict=True)]
-        result[temperatures] = {"last": epochs[-1], "epochs": [_brief(epoch) for epoch in epochs]}
+        briefs = [{"epoch": n, **_brief(epoch)} for n, epoch in enumerate(epochs, start=1)]
+        result[temperatures] = {"last": epochs[-1], "epochs": briefs}
     result["seconds"] = time.perf_counter() - start
     if config.out:
         write_json(Path(config.out), result)

@@ -1,7 +1,6 @@
-"""Slot Attention and attention pooling (PMA), and the one loop that trains them and DDCL readouts.
+"""Slot Attention and attention pooling (PMA), which rebuild a document's tokens from K vectors.
 
-Every layer turns the tokens of a document into `summary` and `loss`, without labels; the DDCL
-readout itself is `softvq.readout`.
+They are trained without labels, as many steps as the DDCL readout in `eval.cooling`.
 """
 
 import math
@@ -16,17 +15,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval.features import TokenFeatures
-from softvq.quantizers import DDCLCodebook, codebooks, param_groups
-from softvq.readout import DDCLReadout
 
 _ITERATIONS = 3
-# Width inside Slot Attention and PMA, and learning rate; prototypes learn `1 / _EPS` times as fast
+# Width inside, and learning rate at the start of the cosine
 _WIDTH = 64
 _RATE = 1e-3
-_EPS = 0.1
 _TINY = 1e-8
-# Tokens for every prototype in the sample that a codebook starts from
-_TOKENS_PER_CODE = 256
 
 
 class Pooled(NamedTuple):
@@ -112,22 +106,19 @@ def _pooled(x: Tensor, mask: Tensor, weights: Tensor, vectors: Tensor) -> Pooled
     return Pooled(vectors.mean(1), error)
 
 
-Layer = DDCLReadout | SlotAttention | AttentionPooling
+Layer = SlotAttention | AttentionPooling
 
 
 def train_layer(
     layer: Layer, features: TokenFeatures, steps: int, batch_size: int, seed: int
 ) -> float:
-    """Trains `layer` on documents without labels by Adam; returns its mean loss of the last tenth.
+    """Trains by Adam with a cosine to zero; returns the mean loss of the last tenth.
 
-    Prototypes start from k-means++ seeds of a sample of tokens, and their temperature is scheduled
-    over the whole training. Raises ArithmeticError when the loss is no longer finite.
+    Raises ArithmeticError when the loss is no longer finite.
     """
     generator = torch.Generator().manual_seed(seed)
-    _start(layer, features, steps, generator, seed)
     layer.train()
-    groups = param_groups(layer, _RATE, _EPS)
-    optimizer = torch.optim.Adam([group for group in groups if group["params"]])
+    optimizer = torch.optim.Adam(layer.parameters(), lr=_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses, name = [], type(layer).__name__
     endless = chain.from_iterable(features.batches(batch_size, generator) for _ in count())
@@ -142,19 +133,3 @@ def train_layer(
         losses.append(loss.item())
     layer.eval()
     return fmean(losses[-max(1, steps // 10) :])
-
-
-def _start(
-    layer: Layer, features: TokenFeatures, steps: int, generator: torch.Generator, seed: int
-) -> None:
-    if not isinstance(layer, DDCLReadout):
-        return
-    wanted = _TOKENS_PER_CODE * layer.config.codebook_size
-    share = math.ceil(wanted * len(features) / max(features.tokens, 1))
-    x, mask = features.padded(torch.randperm(len(features), generator=generator)[:share])
-    width = layer.config.dim // layer.config.heads
-    torch.manual_seed(seed)  # which k-means++ draws from
-    for codebook, part in zip(codebooks(layer), x.split(width, -1), strict=True):
-        assert isinstance(codebook, DDCLCodebook)
-        codebook.schedule_steps = steps
-        codebook.initialize(part, mask)

@@ -18,6 +18,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from eval.clustering import agreement, kmeans, probe
+from eval.cooling import Cooling, train_readout
 from eval.corpus import Corpus, CorpusConfig, load_corpus
 from eval.experiment import summarize
 from eval.features import TokenFeatures, centered_unit, first_token, mean_pool
@@ -68,18 +69,18 @@ class TextStudy(CorpusConfig):
     mean of the tokens, or the tokens, a document's cluster then being the one with most of it."""
     codebook_size: int = 0
     """Prototypes, clusters, slots or seeds; 0 is the number of classes."""
-    steps: int = 200
+    steps: int = 150
     """Optimizer steps of everything that is trained."""
     batch_size: int = 64
     """Documents in a step for what reads tokens."""
-    rows: int = 256
+    rows: int = 1024
     """Documents in a step for what reads one vector a document."""
     hottest: float = 0.7
     """T / Tc of DDCL at the beginning; it falls geometrically over 70 % of the steps."""
-    coldest: float = 0.05
+    coldest: float = 0.03
     """T / Tc of DDCL at the end."""
-    usage_weight: float = 1.0
-    """Weight of KL(mean weights || uniform): the prior that clusters are of equal size."""
+    equal_use: float = 3.0
+    """Weight of DDCL's prior that clusters are of equal size, in units of the temperature."""
     out: str = ""
     """Folder for the result and for the token readout of the first seed, which `eval.explain`
     reads."""
@@ -140,10 +141,14 @@ def readout(study: TextStudy, inputs: Inputs) -> DDCLReadout:
         dim=inputs.train.dim,
         codebook_size=inputs.k,
         temperature=AnnealedTemperature(start=study.hottest, end=study.coldest),
-        usage_weight=study.usage_weight,
+        usage_weight=0.0,  # the prior of `eval.cooling` is in its place
         schedule_steps=study.steps,
     )
     return DDCLReadout.from_config(config)
+
+
+def _cooling(study: TextStudy, batch_size: int) -> Cooling:
+    return Cooling(steps=study.steps, batch_size=batch_size, equal_use=study.equal_use)
 
 
 def _kmeans_documents(inputs: Inputs, features: Pair, seed: int) -> Row:
@@ -170,7 +175,7 @@ def _ddcl_documents(study: TextStudy, inputs: Inputs, features: Pair, seed: int)
     """DDCL on documents of one token, their pooled features."""
     layer = readout(study, inputs)
     train, test = (TokenFeatures.of_rows(rows) for rows in features)
-    loss = train_layer(layer, train, study.steps, study.rows, seed)
+    loss = train_readout(layer, train, _cooling(study, study.rows), seed)
     shares, summaries = _read(layer, (train, test))
     clusters = tuple(part.argmax(-1).tolist() for part in shares)
     return inputs.row(clusters, summaries) | {"loss": loss}
@@ -193,7 +198,7 @@ def _read(layer: DDCLReadout, splits: tuple[TokenFeatures, TokenFeatures]) -> tu
 def _ddcl_tokens(study: TextStudy, inputs: Inputs, seed: int) -> dict[str, Row]:
     """DDCL on tokens, and k-means on what it makes of documents."""
     layer = readout(study, inputs)
-    loss = train_layer(layer, inputs.train, study.steps, study.batch_size, seed)
+    loss = train_readout(layer, inputs.train, _cooling(study, study.batch_size), seed)
     shares, summaries = _read(layer, (inputs.train, inputs.test))
     clusters = tuple(part.argmax(-1).tolist() for part in shares)
     if study.out and seed == study.seeds[0]:
@@ -281,6 +286,12 @@ def run(study: TextStudy, command: Sequence[str]) -> dict[str, Any]:
         **inputs.corpus.description(),
         "codebook_size": inputs.k,
         "seeds": list(study.seeds),
+        "recipe": {
+            "steps": study.steps,
+            "hottest": study.hottest,
+            "coldest": study.coldest,
+            "equal_use": study.equal_use,
+        },
         "seconds_to_load": encoded - start,
         "methods": summaries,
         "probe_of_cls": inputs.probe(inputs.cls),

@@ -80,7 +80,7 @@ def test_a_document_is_told_in_shares_of_prototypes(readout, tmp_path, capsys):
         assert 1 <= len(distances) <= 8
     (red,) = [h for p in level["prototypes"] for h in p["here"] if h["token"] == "red"]
     assert (red["before"], red["after"]) == ("", "green blue cat")
-    assert assert_harmless(html.read_text()).text.count("red green blue cat") == 1
+    assert "red green blue cat" in assert_harmless(html.read_text()).text
 
 
 def test_hostile_text_is_escaped(readout, tmp_path, capsys):
