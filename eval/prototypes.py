@@ -91,7 +91,12 @@ def load_readout(folder: str) -> SavedReadout:
     load_weights(layer, Path(folder) / MODEL)
     tensors, _ = read_tensors(Path(folder) / CENTER)
     prototypes = read_json(Path(folder) / PROTOTYPES)
-    return SavedReadout(layer.eval(), tensors["center"], encoder, prototypes)
+    center = tensors.get("center")
+    if center is None or center.shape != (layer.config.dim,):
+        raise ValueError(f"{Path(folder) / CENTER} does not fit the readout")
+    if not isinstance(prototypes, list) or len(prototypes) != layer.config.codebook_size:
+        raise ValueError(f"{Path(folder) / PROTOTYPES} does not fit the readout")
+    return SavedReadout(layer.eval(), center, encoder, prototypes)
 
 
 @torch.no_grad()
