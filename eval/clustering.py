@@ -52,6 +52,12 @@ def agreement(classes: Sequence[int], clusters: Sequence[int]) -> dict[str, floa
     }
 
 
+def build_kmeans(k: int, seed: int) -> KMeans:
+    """k-means that keeps the best of 10 starts."""
+    # scikit-learn's signature has the default "auto" alone.
+    return KMeans(k, n_init=_STARTS, random_state=seed)  # pyright: ignore[reportArgumentType]
+
+
 def kmeans(train: Tensor, test: Tensor, k: int, seed: int) -> tuple[list[int], list[int]]:
     """Clusters of the rows of both, by k-means on `train` alone (the best of 10 starts).
 
@@ -60,9 +66,9 @@ def kmeans(train: Tensor, test: Tensor, k: int, seed: int) -> tuple[list[int], l
     with warnings.catch_warnings():
         # The report says how many clusters there are.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = KMeans(k, n_init=_STARTS, random_state=seed).fit(train.numpy())
+        model = build_kmeans(k, seed).fit(train.numpy())
     assert model.labels_ is not None
-    return model.labels_.tolist(), model.predict(test.numpy()).tolist()
+    return model.labels_.tolist(), np.asarray(model.predict(test.numpy())).tolist()
 
 
 def probe(

@@ -14,10 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 import tyro
 from einops import rearrange
-from sklearn.cluster import KMeans
 from torch import Tensor
 
-from eval.clustering import agreement, kmeans, probe
+from eval.clustering import agreement, build_kmeans, kmeans, probe
 from eval.cooling import Cooling, train_readout
 from eval.corpus import Corpus, CorpusConfig, load_corpus
 from eval.experiment import summarize
@@ -123,16 +122,25 @@ class Inputs:
 def prepare(study: TextStudy) -> Inputs:
     """Encodes or finds the features, and normalises them. Raises ValueError as `load_corpus`."""
     corpus = load_corpus(study)
-    pooled = []
-    for pool in (first_token, mean_pool):
-        train, test = corpus.train.pooled(pool), corpus.test.pooled(pool)
-        center = train.mean(0)
-        pooled.append((centered_unit(train, center), centered_unit(test, center)))
+    cls, mean = (_pooled(corpus, pool) for pool in (first_token, mean_pool))
     center = corpus.train.mean()
     k = study.codebook_size or len(corpus.train_documents.classes)
     if len(corpus.train) < k:
         raise ValueError(f"{k} clusters need as many training documents, got {len(corpus.train)}")
-    return Inputs(corpus, corpus.train.centered(center), corpus.test.centered(center), *pooled, k)
+    return Inputs(
+        corpus=corpus,
+        train=corpus.train.centered(center),
+        test=corpus.test.centered(center),
+        cls=cls,
+        mean=mean,
+        k=k,
+    )
+
+
+def _pooled(corpus: Corpus, pool: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+    train, test = corpus.train.pooled(pool), corpus.test.pooled(pool)
+    center = train.mean(0)
+    return centered_unit(train, center), centered_unit(test, center)
 
 
 def readout(study: TextStudy, inputs: Inputs) -> DDCLReadout:
@@ -160,7 +168,7 @@ def _kmeans_tokens(inputs: Inputs, seed: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
     share = max(1, _SAMPLE * len(inputs.train) // inputs.train.tokens)
     x, mask = inputs.train.padded(torch.randperm(len(inputs.train), generator=generator)[:share])
-    model = KMeans(inputs.k, n_init=10, random_state=seed).fit(x[mask].numpy())
+    model = build_kmeans(inputs.k, seed).fit(x[mask].numpy())
     clusters: tuple[list[int], list[int]] = ([], [])
     for found, features in zip(clusters, (inputs.train, inputs.test), strict=True):
         for x, mask in features.batches(_READ):
@@ -177,7 +185,7 @@ def _ddcl_documents(study: TextStudy, inputs: Inputs, features: Pair, seed: int)
     train, test = (TokenFeatures.of_rows(rows) for rows in features)
     loss = train_readout(layer, train, _cooling(study, study.rows), seed)
     shares, summaries = _read(layer, (train, test))
-    clusters = tuple(part.argmax(-1).tolist() for part in shares)
+    clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
     return inputs.row(clusters, summaries) | {"loss": loss}
 
 
@@ -200,7 +208,7 @@ def _ddcl_tokens(study: TextStudy, inputs: Inputs, seed: int) -> dict[str, Row]:
     layer = readout(study, inputs)
     loss = train_readout(layer, inputs.train, _cooling(study, study.batch_size), seed)
     shares, summaries = _read(layer, (inputs.train, inputs.test))
-    clusters = tuple(part.argmax(-1).tolist() for part in shares)
+    clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
     if study.out and seed == study.seeds[0]:
         save_readout(study.out, layer, inputs.corpus, inputs.train)
     return {

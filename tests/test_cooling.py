@@ -49,7 +49,7 @@ def test_the_prior_evens_out_the_use_and_the_temperature_ends_cold():
         with torch.no_grad():
             usage = layer(*features().padded(range(40))).heads[0].usage / 200
         spread[weight] = (usage - 0.5).abs().max().item()
-    assert spread[3.0] < 0.7 * spread[0.0]
+    assert spread[3.0] < spread[0.0] - 0.05
 
 
 def test_a_loss_that_is_not_finite_stops_the_training(monkeypatch):
