@@ -1,26 +1,37 @@
-"""How well clusters agree with classes: accuracy one to one, majority accuracy, NMI and ARI.
+"""How well clusters agree with classes, k-means, and a linear probe: what the methods are held to.
 
-What made the clusters is in the experiments beside this file.
+What made the clusters and features is in the experiments beside this file.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 from scipy.optimize import linear_sum_assignment
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 from sklearn.metrics.cluster import contingency_matrix
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+# Starts of k-means, of which the best is kept
+_STARTS = 10
 
 
 def clustering_scores(
     labels: Int[np.ndarray, "n"] | Sequence[int], clusters: Int[np.ndarray, "n"] | Sequence[int]
-) -> dict[str, float]:
-    """Agreement of `clusters` with `labels`, any integers; each is 1 for the same partition.
+) -> dict[str, int | float]:
+    """Agreement of `clusters` with `labels`, any integers: 1 for the same partition.
 
     `accuracy`: share of members when each cluster stands for at most one class and each class for
     at most one cluster, matched as well as possible (Hungarian algorithm). `majority`: the same
     when every cluster stands for the class that most of its members have, which more clusters can
     only raise. `nmi`: normalised mutual information (arithmetic mean). `ari`: adjusted Rand index.
+    `clusters`: how many have members.
     Raises ValueError for no members or lengths that differ.
     """
     if len(labels) != len(clusters) or len(labels) == 0:
@@ -34,4 +45,38 @@ def clustering_scores(
         "majority": float(table.max(0).sum() / len(labels)),
         "nmi": float(normalized_mutual_info_score(labels, clusters)),
         "ari": float(adjusted_rand_score(labels, clusters)),
+        "clusters": len(set(np.asarray(clusters).tolist())),
     }
+
+
+def build_kmeans(k: int, seed: int) -> KMeans:
+    """k-means that keeps the best of 10 starts."""
+    # scikit-learn's signature has the default "auto" alone.
+    return KMeans(k, n_init=_STARTS, random_state=seed)  # pyright: ignore[reportArgumentType]
+
+
+def kmeans(train: Tensor, test: Tensor, k: int, seed: int) -> tuple[list[int], list[int]]:
+    """Clusters of the rows of both, by k-means on `train` alone (the best of 10 starts).
+
+    Fewer than k if `train` has fewer distinct rows.
+    """
+    with warnings.catch_warnings():
+        # The report says how many clusters there are.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = build_kmeans(k, seed).fit(train.numpy())
+    assert model.labels_ is not None
+    return model.labels_.tolist(), np.asarray(model.predict(test.numpy())).tolist()
+
+
+def probe(
+    train: Tensor, train_classes: Sequence[int], test: Tensor, test_classes: Sequence[int]
+) -> float:
+    """Accuracy on `test` of logistic regression (L2, C = 1) on standardised rows of `train`.
+
+    Raises ValueError if the training rows are all of one class.
+    """
+    if len(set(train_classes)) < 2:
+        raise ValueError("a probe needs two classes among the training documents, got one")
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+    model.fit(train.numpy(), np.asarray(train_classes))
+    return float(model.score(test.numpy(), np.asarray(test_classes)))

@@ -115,7 +115,8 @@ def synthetic_orbits(objects: int, shares: tuple[float, ...], seed: int) -> Orbi
     `shares` are those of `REGIMES`, in proportion.
     """
     generator = np.random.default_rng(seed)
-    total = dict(zip(REGIMES, np.array(shares) / sum(shares), strict=True))
+    parts = np.array(shares) / sum(shares)
+    total: dict[str, float] = dict(zip(REGIMES, parts.tolist(), strict=True))
     weights = np.array([population.share * total[population.regime] for population in POPULATIONS])
     drawn = generator.choice(len(POPULATIONS), size=objects, p=weights / weights.sum())
     rows = np.array([_draw(POPULATIONS[number], generator) for number in drawn])

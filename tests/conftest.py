@@ -189,3 +189,45 @@ def hostile(tmp_path):
     file = io.BytesIO()
     torch.save(_Touch(trace), file)
     return (pickle.dumps(_Touch(trace)), file.getvalue()), trace
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory) -> str:
+    """Folder of a BERT of two layers and random weights, with a vocabulary of six words."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("bert")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = [*special, "red", "green", "blue", "cat", "dog", "bird"]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def word_file(tmp_path) -> Path:
+    """Forty documents of a few words, whose class is told by them, for the `bert` above."""
+    import json
+
+    path = tmp_path / "documents.jsonl"
+    kinds = ("red green blue", "cat dog bird")
+    rows = [
+        {
+            "text": " ".join(f"{kinds[n % 2]} {kinds[n % 2]}".split()[n % 3 :]) + f" {n}",
+            "label": "ab"[n % 2],
+        }
+        for n in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path

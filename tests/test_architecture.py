@@ -35,10 +35,10 @@ USERS = {
     "metrics": {"evaluation", "prior"},
     "figures": set(),
 }
-# The extra `train`, under the names that are imported
+# The extras `train` and `text`, under the names that are imported
 EXTRA = (
     *("torchvision", "torchmetrics", "lpips", "matplotlib", "tqdm", "tyro", "sklearn", "PIL"),
-    "tensorboard",
+    *("tensorboard", "transformers"),
 )
 
 

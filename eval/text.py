@@ -1,0 +1,327 @@
+"""Readouts of a frozen text encoder compared: `python -m eval.text` prints one JSON object.
+
+Nothing is trained with labels but the linear probes. Data and features are in `eval.corpus`, the
+measures in `eval.clustering`, the layers that are trained in `eval.pooling`.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import tyro
+from einops import rearrange
+from torch import Tensor
+
+from eval.clustering import build_kmeans, clustering_scores, kmeans, probe
+from eval.cooling import Cooling, train_readout
+from eval.corpus import Corpus, CorpusConfig, load_corpus
+from eval.experiment import summarize
+from eval.features import TokenFeatures, centered_unit, first_token, mean_pool
+from eval.pooling import AttentionPooling, Layer, SlotAttention, train_layer
+from eval.prototypes import claim, save_readout
+from softvq.checkpoint import write_json
+from softvq.program import parse_flags, run_program
+from softvq.readout import DDCLReadout, DDCLReadoutConfig
+from softvq.temperature import AnnealedTemperature
+
+Method = Literal[
+    "kmeans-cls", "kmeans-mean", "kmeans-tokens", "ddcl-cls", "ddcl-mean", "ddcl-tokens",
+    "slot-attention", "attention-pooling",
+]  # fmt: skip
+Pair = tuple[Tensor, Tensor]
+Row = dict[str, Any]
+
+# What is compared on the same features
+_RIVALS = {
+    "ddcl-cls": "kmeans-cls",
+    "ddcl-mean": "kmeans-mean",
+    "ddcl-tokens": "kmeans-tokens",
+}
+# "ACC" of arXiv 2604.03850, as a results index and summaries of the paper give it
+_PAPER = {
+    "sst2": {"accuracy": 0.867, "codebook_size": 2},
+    "imdb": {"accuracy": 0.913, "codebook_size": 4},
+    "20newsgroups": {"accuracy": 0.175, "codebook_size": None},
+}
+_PAPER_NOTE = (
+    "the paper's encoder is a frozen BERT and its accuracy is not defined: neither how clusters "
+    "are matched with classes nor what a document's cluster is"
+)
+# Tokens that k-means is fitted on
+_SAMPLE = 10_000
+# Documents that are read at once
+_READ = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextStudy(CorpusConfig):
+    """Options of the program."""
+
+    data: str = "sst2"
+    """sst2, imdb or 20newsgroups, or a .tsv or .jsonl file (.xz or not) with text and label."""
+    methods: tuple[Method, ...] = get_args(Method)
+    """What is compared; `-cls`, `-mean` and `-tokens` say what is clustered: the first token, the
+    mean of the tokens, or the tokens, a document's cluster then being the one with most of it."""
+    codebook_size: int = 0
+    """Prototypes, clusters, slots or seeds; 0 is the number of classes."""
+    steps: int = 150
+    """Optimizer steps of everything that is trained."""
+    batch_size: int = 64
+    """Documents in a step for what reads tokens."""
+    rows: int = 1024
+    """Documents in a step for what reads one vector a document."""
+    hottest: float = 0.7
+    """T / Tc of DDCL at the beginning; it falls geometrically over 70 % of the steps."""
+    coldest: float = 0.03
+    """T / Tc of DDCL at the end."""
+    equal_use: float = 3.0
+    """Weight of DDCL's prior that clusters are of equal size, in units of the temperature."""
+    out: str = ""
+    """Folder for the result and for the token readout of the first seed, which `eval.explain`
+    reads."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.codebook_size != 0 and self.codebook_size < 2:
+            raise ValueError(f"codebook_size must be 0 or at least 2, got {self.codebook_size}")
+        if not self.methods:
+            raise ValueError("methods must be given")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The features, centred by the training split and brought to unit length for every method."""
+
+    corpus: Corpus
+    train: TokenFeatures
+    test: TokenFeatures
+    cls: Pair
+    mean: Pair
+    k: int
+
+    def row(self, clusters: tuple[list[int], list[int]], features: Pair | None = None) -> Row:
+        """Agreement of clusters with classes on both splits, and the probe of `features`."""
+        labels = self.corpus.train_documents.labels, self.corpus.test_documents.labels
+        row: Row = {}
+        for split, given, classes in zip(("train", "test"), clusters, labels, strict=True):
+            row |= {f"{split}/{k}": v for k, v in clustering_scores(classes, given).items()}
+        return row if features is None else row | {"probe": self.probe(features)}
+
+    def probe(self, features: Pair) -> float:
+        """Accuracy of a linear probe on the test split."""
+        train, test = self.corpus.train_documents.labels, self.corpus.test_documents.labels
+        return probe(features[0], train, features[1], test)
+
+
+def prepare(study: TextStudy) -> Inputs:
+    """Encodes or finds the features, and normalises them. Raises ValueError as `load_corpus`."""
+    corpus = load_corpus(study)
+    cls, mean = (_pooled(corpus, pool) for pool in (first_token, mean_pool))
+    center = corpus.train.mean()
+    k = study.codebook_size or len(corpus.train_documents.classes)
+    if len(corpus.train) < k:
+        raise ValueError(f"{k} clusters need as many training documents, got {len(corpus.train)}")
+    return Inputs(
+        corpus=corpus,
+        train=corpus.train.centered(center),
+        test=corpus.test.centered(center),
+        cls=cls,
+        mean=mean,
+        k=k,
+    )
+
+
+def _pooled(corpus: Corpus, pool: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+    train, test = corpus.train.pooled(pool), corpus.test.pooled(pool)
+    center = train.mean(0)
+    return centered_unit(train, center), centered_unit(test, center)
+
+
+def readout(study: TextStudy, inputs: Inputs) -> DDCLReadout:
+    """A new readout that cools over the steps of the study."""
+    config = DDCLReadoutConfig(
+        dim=inputs.train.dim,
+        codebook_size=inputs.k,
+        temperature=AnnealedTemperature(start=study.hottest, end=study.coldest),
+        usage_weight=0.0,  # the prior of `eval.cooling` is in its place
+        schedule_steps=study.steps,
+    )
+    return DDCLReadout.from_config(config)
+
+
+def _cooling(study: TextStudy, batch_size: int) -> Cooling:
+    return Cooling(steps=study.steps, batch_size=batch_size, equal_use=study.equal_use)
+
+
+def _kmeans_documents(inputs: Inputs, features: Pair, seed: int) -> Row:
+    return inputs.row(kmeans(*features, inputs.k, seed))
+
+
+def _kmeans_tokens(inputs: Inputs, seed: int) -> Row:
+    """k-means on tokens; a document belongs to the cluster of most of its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    share = max(1, _SAMPLE * len(inputs.train) // inputs.train.tokens)
+    x, mask = inputs.train.padded(torch.randperm(len(inputs.train), generator=generator)[:share])
+    model = build_kmeans(inputs.k, seed).fit(x[mask].numpy())
+    clusters: tuple[list[int], list[int]] = ([], [])
+    for found, features in zip(clusters, (inputs.train, inputs.test), strict=True):
+        for x, mask in features.batches(_READ):
+            nearest = torch.zeros(mask.shape, dtype=torch.int64)
+            nearest[mask] = torch.as_tensor(model.predict(x[mask].numpy())).long()
+            counts = torch.nn.functional.one_hot(nearest, inputs.k) * mask[..., None]
+            found += counts.sum(1).argmax(-1).tolist()
+    return inputs.row(clusters)
+
+
+def _ddcl_documents(study: TextStudy, inputs: Inputs, features: Pair, seed: int) -> Row:
+    """DDCL on documents of one token, their pooled features."""
+    layer = readout(study, inputs)
+    train, test = (TokenFeatures.of_rows(rows) for rows in features)
+    loss = train_readout(layer, train, _cooling(study, study.rows), seed)
+    shares, summaries = _read(layer, (train, test))
+    clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
+    return inputs.row(clusters, summaries) | {"loss": loss}
+
+
+@torch.no_grad()
+def _read(layer: DDCLReadout, splits: tuple[TokenFeatures, TokenFeatures]) -> tuple[Pair, Pair]:
+    """Histograms and summaries of the documents of both splits."""
+    outputs = [[layer(x, mask) for x, mask in features.batches(_READ)] for features in splits]
+    train, test = (
+        (
+            torch.cat([rearrange(output.histogram, "b h k -> b (h k)") for output in part]),
+            torch.cat([output.summary for output in part]),
+        )
+        for part in outputs
+    )
+    return (train[0], test[0]), (train[1], test[1])
+
+
+def _ddcl_tokens(study: TextStudy, inputs: Inputs, seed: int) -> dict[str, Row]:
+    """DDCL on tokens, and k-means on what it makes of documents."""
+    layer = readout(study, inputs)
+    loss = train_readout(layer, inputs.train, _cooling(study, study.batch_size), seed)
+    shares, summaries = _read(layer, (inputs.train, inputs.test))
+    clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
+    if study.out and seed == study.seeds[0]:
+        save_readout(study.out, layer, inputs.corpus, inputs.train)
+    return {
+        "ddcl-tokens": inputs.row(clusters) | {"loss": loss},
+        "ddcl-tokens, k-means on summary": inputs.row(
+            kmeans(*summaries, inputs.k, seed), summaries
+        ),
+        "ddcl-tokens, k-means on histogram": inputs.row(kmeans(*shares, inputs.k, seed), shares),
+    }
+
+
+def _attention(
+    study: TextStudy, inputs: Inputs, build: Callable[[int, int], Layer], seed: int
+) -> Row:
+    """k-means on the summaries of a layer that was trained to rebuild the tokens."""
+    torch.manual_seed(seed)
+    layer = build(inputs.train.dim, inputs.k)
+    loss = train_layer(layer, inputs.train, study.steps, study.batch_size, seed)
+    with torch.no_grad():
+        train, test = (
+            features.pooled(lambda x, mask: layer(x, mask).summary)
+            for features in (inputs.train, inputs.test)
+        )
+    return inputs.row(kmeans(train, test, inputs.k, seed), (train, test)) | {"loss": loss}
+
+
+def measure(study: TextStudy, inputs: Inputs, method: Method, seed: int) -> dict[str, Row]:
+    """The rows of the result that a method gives for a seed, by name."""
+    features = inputs.cls if method.endswith("-cls") else inputs.mean
+    match method:
+        case "kmeans-cls" | "kmeans-mean":
+            return {method: _kmeans_documents(inputs, features, seed)}
+        case "kmeans-tokens":
+            return {method: _kmeans_tokens(inputs, seed)}
+        case "ddcl-cls" | "ddcl-mean":
+            return {method: _ddcl_documents(study, inputs, features, seed)}
+        case "ddcl-tokens":
+            return _ddcl_tokens(study, inputs, seed)
+        case "slot-attention":
+            return {method: _attention(study, inputs, SlotAttention, seed)}
+        case "attention-pooling":
+            return {method: _attention(study, inputs, AttentionPooling, seed)}
+
+
+def against_kmeans(summaries: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """DDCL less k-means on the same features, on the test split, in units of accuracy.
+
+    `ahead` is whether the difference of the means exceeds the larger of the two spreads.
+    """
+    result: dict[str, Any] = {}
+    for ours, theirs in _RIVALS.items():
+        if ours not in summaries or theirs not in summaries:
+            continue
+        for name in ("accuracy", "majority", "nmi"):
+            mine, other = (summaries[method][f"test/{name}"] for method in (ours, theirs))
+            difference = mine["mean"] - other["mean"]
+            spread = None if mine["sd"] is None else max(mine["sd"], other["sd"])
+            result.setdefault(f"{ours} - {theirs}", {})[name] = {
+                "difference": difference,
+                "spread": spread,
+                "ahead": None if spread is None else difference > spread,
+            }
+    return result
+
+
+def run(study: TextStudy, command: Sequence[str]) -> dict[str, Any]:
+    """The whole comparison, written to `out` as well if that is given."""
+    start = time.perf_counter()
+    inputs = prepare(study)
+    if study.out:
+        claim(study.out, readout(study, inputs), inputs.corpus)
+    encoded = time.perf_counter()
+    rows: dict[str, list[Row]] = {}
+    for seed in study.seeds:
+        for method in study.methods:
+            began = time.perf_counter()
+            for name, row in measure(study, inputs, method, seed).items():
+                rows.setdefault(name, []).append(row | {"seconds": time.perf_counter() - began})
+    summaries = {name: summarize(part) for name, part in rows.items()}
+    result = {
+        "command": " ".join(["python -m eval.text", *command]),
+        "data": study.data,
+        **inputs.corpus.description(),
+        "codebook_size": inputs.k,
+        "seeds": list(study.seeds),
+        "recipe": {
+            "steps": study.steps,
+            "hottest": study.hottest,
+            "coldest": study.coldest,
+            "equal_use": study.equal_use,
+        },
+        "seconds_to_load": encoded - start,
+        "methods": summaries,
+        "probe_of_cls": inputs.probe(inputs.cls),
+        "probe_of_mean": inputs.probe(inputs.mean),
+        "against_kmeans": against_kmeans(summaries),
+        "paper": _PAPER.get(study.data, {}),
+        "paper_note": _PAPER_NOTE,
+    }
+    if study.out:
+        write_json(Path(study.out) / "text.json", result)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The program; returns its exit status."""
+
+    def action() -> dict[str, Any]:
+        study = parse_flags(lambda: tyro.cli(TextStudy, args=arguments, description=__doc__))
+        return run(study, arguments)
+
+    return run_program(action)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
