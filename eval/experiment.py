@@ -3,6 +3,7 @@
 Each experiment is a program of its own beside this file.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ TOLERANCE = 1e-10
 def summarize(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean and spread of every number: sample standard deviation, None for a single seed.
 
-    The mean is None when a seed has no value, such as one that never came to full use.
+    The mean is None when a seed has no value or none that is finite, such as one that never came to
+    full use.
     """
     summary = {}
     for name in reports[0]:
         given = [report.get(name) for report in reports]
         if not all(isinstance(value, int | float | None) for value in given):
             continue
-        values = [value for value in given if value is not None]
+        values = [value for value in given if value is not None and math.isfinite(value)]
         whole = len(values) == len(given)
         summary[name] = {
             "mean": statistics.fmean(values) if whole else None,
