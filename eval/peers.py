@@ -293,7 +293,7 @@ def _cifar10(quantizer: CodebookConfig) -> Experiment:
 
 
 PEERS: dict[str, Experiment] = {
-    "cifar10-vqtorch": _cifar10(VectorQuantizeConfig(dim=8, codebook_size=512)),
+    "cifar10-vqtorch": _cifar10(VectorQuantizeConfig(dim=64, codebook_size=512)),
     "cifar10-vqtorch-rotation": _cifar10(
         VectorQuantizeConfig(dim=8, codebook_size=512, rotation_trick=True)
     ),

@@ -1,5 +1,6 @@
-"""CIFAR-10: 8x8 codes of width 8 from 512, the DDCL codebook beside its two hard baselines, and
-the three with another 4x4 codes from 512 above them; and DDCL as the paper has it, with 64 codes.
+"""CIFAR-10: 8x8 codes from 512, the DDCL codebook beside its two hard baselines, each with codes of
+the width that suits it best; the three with another 4x4 codes from 512 above them; and DDCL as the
+paper has it, with 64 codes.
 
 Run as `python train_vqvae.py cifar10-ddcl --data.source cifar10.zip` (or without the flag, to
 download the set); results and times are in the README.
@@ -20,7 +21,7 @@ _DATA = DataConfig(source="cifar10")
 
 CIFAR10 = {
     "cifar10-ddcl": Experiment(
-        model=VQVAEConfig(quantizer=DDCLConfig(dim=8, codebook_size=512)),
+        model=VQVAEConfig(quantizer=DDCLConfig(dim=64, codebook_size=512)),
         data=_DATA,
         train=TrainConfig(eps=0.03),
     ),
