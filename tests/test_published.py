@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import eval.peers
 import softvq
 from softvq import checkpoint
 from softvq.data import DataConfig, load_images
@@ -24,9 +25,10 @@ def run(request) -> Path:
     return request.param
 
 
-def test_the_study_is_there_with_all_three_methods():
+def test_the_study_is_there_with_all_its_methods():
     methods = {type(softvq.load(run).quantizer) for run in RUNS}
-    assert methods == {softvq.DDCLCodebook, softvq.EMAVQ, softvq.StraightThroughVQ}
+    ours = {softvq.DDCLCodebook, softvq.EMAVQ, softvq.StraightThroughVQ}
+    assert methods == ours | {eval.peers.VectorQuantizeCodebook}
 
 
 def test_a_published_run_is_small_and_complete(run):
