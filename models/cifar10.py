@@ -1,6 +1,6 @@
-"""CIFAR-10: 8x8 codes from 512, the DDCL codebook beside its two hard baselines, each with codes of
-the width that suits it best; the three with another 4x4 codes from 512 above them; and DDCL as the
-paper has it, with 64 codes.
+"""CIFAR-10: 8x8 codes from 512, the DDCL codebook (of width 64) beside its two hard baselines (of
+width 8, which suits EMA better); the three with another 4x4 codes from 512 above them; and DDCL as
+the paper has it, with 64 codes.
 
 Run as `python train_vqvae.py cifar10-ddcl --data.source cifar10.zip` (or without the flag, to
 download the set); results and times are in the README.
