@@ -36,7 +36,16 @@ from softvq.evaluation import (
 )
 from softvq.hierarchical import build_autoencoder
 from softvq.metrics import Reconstruction, load_perceptual
-from softvq.program import Interrupted, find_device, interruptions, parse_flags, run_program
+from softvq.program import (
+    Interrupted,
+    Progress,
+    find_device,
+    interruptions,
+    parse_flags,
+    resume,
+    run_program,
+    save_state,
+)
 from softvq.quantizers import codebooks
 from softvq.training import (
     Experiment,
@@ -45,10 +54,8 @@ from softvq.training import (
     epoch_order,
     pixel_variance,
     prepare,
-    restore,
     set_learning_rate,
     train_step,
-    training_state,
 )
 
 QUICKSTART = ("photos-ddcl", "photos-vq", "photos-ema")
@@ -167,14 +174,12 @@ def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run
     steps = -(-len(images) // config.batch_size)
     optimizer = build_optimizer(model, config)
     variance = pixel_variance(images)
-    epoch, step, seconds, sums = _resume(out, model, optimizer)
+    epoch, step, seconds, sums = resume(out, model, optimizer)
     prepare(model, images, steps * config.epochs)
     records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
 
     def save() -> None:
-        progress = {"epoch": str(epoch), "step": str(step), "seconds": repr(seconds)}
-        state = training_state(model, optimizer, sums)
-        checkpoint.write_tensors(out / checkpoint.STATE, state, progress)
+        save_state(out, model, optimizer, Progress(epoch, step, seconds, sums))
 
     with interruptions() as interrupted, _tensorboard(run, out) as board:
         while epoch < config.epochs:
@@ -224,21 +229,6 @@ def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run
             if interrupted():
                 raise Interrupted(f"{out}: stopped after epoch {epoch}")
     checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
-
-
-def _resume(
-    out: Path, model: Autoencoder, optimizer: torch.optim.Optimizer
-) -> tuple[int, int, float, Sums]:
-    """(epochs done, steps done in the next, its seconds, its sums) of what the folder holds."""
-    if not (out / checkpoint.STATE).exists():
-        return 0, 0, 0.0, Sums()
-    state, progress = checkpoint.read_tensors(out / checkpoint.STATE)
-    sums = restore(state, model, optimizer)
-    if not {"epoch", "step", "seconds"} <= progress.keys():
-        raise ValueError(f"the training state in {out} does not say how far it is")
-    epoch, step = int(progress["epoch"]), int(progress["step"])
-    print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
-    return epoch, step, float(progress["seconds"]), sums
 
 
 def _quick_metrics(model: Autoencoder) -> list[Reconstruction]:

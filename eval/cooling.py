@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.features import TokenFeatures
+from softvq.ddcl import divergence_from_uniform
 from softvq.quantizers import Assignment, DDCLCodebook, codebooks
 from softvq.readout import DDCLReadout
 
@@ -62,7 +63,7 @@ def train_readout(
         temperatures = [bank.temperature.clone() for bank in banks]
         output = layer(x, mask)
         priors = [
-            temperature / bank.dim * _unequal_use(head.usage)
+            temperature / bank.dim * divergence_from_uniform(head.usage)
             for temperature, bank, head in zip(temperatures, banks, output.heads, strict=True)
         ]
         loss = output.loss + cooling.equal_use * torch.stack(priors).mean()
@@ -77,12 +78,6 @@ def train_readout(
         losses.append(loss.item())
     layer.eval()
     return fmean(losses[-max(1, cooling.steps // 10) :])
-
-
-def _unequal_use(usage: Float[Tensor, "k"]) -> Float[Tensor, ""]:
-    """KL(mean weights || uniform) in nats."""
-    share = (usage / usage.sum()).clamp_min(torch.finfo(usage.dtype).tiny)
-    return (share * (share * len(usage)).log()).sum()
 
 
 @torch.no_grad()

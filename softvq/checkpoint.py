@@ -20,7 +20,6 @@ from torch import Tensor
 from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig
 from softvq.hierarchical import HierarchicalVQVAEConfig, build_autoencoder
 from softvq.quantizers import REGISTRY
-from softvq.readout import DDCLReadoutConfig
 from softvq.temperature import AnnealedTemperature, EntropyTemperature, FixedTemperature
 
 FORMAT = 1
@@ -142,7 +141,6 @@ def _config_classes() -> dict[str, type]:
         VQVAEConfig,
         HierarchicalVQVAEConfig,
         *(method.config_class for method in REGISTRY.values()),
-        DDCLReadoutConfig,
         EntropyTemperature,
         AnnealedTemperature,
         FixedTemperature,

@@ -137,6 +137,14 @@ def competitive_loss(soft: SoftAssignment, gradient: Gradient = "detached") -> S
     return Split(loss, soft.reconstruction, soft.variance)
 
 
+def divergence_from_uniform(usage: Float[Tensor, "k"]) -> Float[Tensor, ""]:
+    """KL(mean weights || uniform) in nats, in [0, log k]; 0 when there are no tokens."""
+    total = usage.sum()
+    # Codes out of reach (weight 0) have an infinite slope, which no finite step can follow.
+    share = (usage / total.clamp_min(1)).clamp_min(torch.finfo(usage.dtype).tiny)
+    return torch.where(total > 0, (share * (share * len(usage)).log()).sum(), 0)
+
+
 def nearest(z: Float[Tensor, "*n d"], prototypes: Float[Tensor, "k d"]) -> Int[Tensor, "*n"]:
     """Index of the nearest prototype of every token (the lowest at a tie), without softmax."""
     z, prototypes = _same_space(z.detach(), prototypes.detach())

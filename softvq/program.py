@@ -1,5 +1,5 @@
-"""What the programs share: flags, device, and how they end, with JSON on stdout, or one line on
-stderr for what went wrong, and an exit status.
+"""What the programs share: flags, device, the state of a training on disk, and how they end, with
+JSON on stdout, or one line on stderr for what went wrong, and an exit status.
 
 What they do is in the programs themselves.
 """
@@ -11,18 +11,62 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from itertools import takewhile
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
-from softvq.checkpoint import CONFIG, read_config, strict
+from softvq import checkpoint
 from softvq.data import DataConfig
+from softvq.evaluation import Sums
+from softvq.training import restore, training_state
 
 T = TypeVar("T")
 
 
 class Interrupted(Exception):
     """SIGINT came, and the work so far is saved."""
+
+
+class Progress(NamedTuple):
+    """How far a training is."""
+
+    epoch: int
+    """Epochs done."""
+    step: int
+    """Steps done in the next one."""
+    seconds: float
+    """What those steps took."""
+    sums: Sums
+    """What they logged."""
+
+
+def save_state(
+    out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> None:
+    """Writes all that `resume` needs."""
+    far = {"epoch": str(progress.epoch), "step": str(progress.step)}
+    state = training_state(model, optimizer, progress.sums)
+    checkpoint.write_tensors(
+        out / checkpoint.STATE, state, {**far, "seconds": repr(progress.seconds)}
+    )
+
+
+def resume(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Puts the state in the folder back, if there is one, and says how far it is.
+
+    Raises ValueError for a state that does not fit or does not say.
+    """
+    if not (out / checkpoint.STATE).exists():
+        return Progress(0, 0, 0.0, Sums())
+    state, far = checkpoint.read_tensors(out / checkpoint.STATE)
+    sums = restore(state, model, optimizer)
+    if not {"epoch", "step", "seconds"} <= far.keys():
+        raise ValueError(f"the training state in {out} does not say how far it is")
+    epoch, step = int(far["epoch"]), int(far["step"])
+    print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
+    return Progress(epoch, step, float(far["seconds"]), sums)
 
 
 def find_device(name: str) -> torch.device:
@@ -73,13 +117,13 @@ def stored_data(run: str) -> DataConfig | None:
 
     Raises ValueError for data that this version cannot read.
     """
-    stored = read_config(run).get("data")
+    stored = checkpoint.read_config(run).get("data")
     if stored is None:
         return None
     try:
         return DataConfig(**{key: value for key, value in stored.items() if key != "type"})
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"the data in {run}/{CONFIG} cannot be read: {error}") from None
+        raise ValueError(f"the data in {run}/{checkpoint.CONFIG} cannot be read: {error}") from None
 
 
 def run_program(action: Callable[[], Any]) -> int:
@@ -98,7 +142,7 @@ def run_program(action: Callable[[], Any]) -> int:
         return _fail(f"{stop}; the same command continues it", 130)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    print(json.dumps(strict(result), indent=2))
+    print(json.dumps(checkpoint.strict(result), indent=2))
     return 0
 
 

@@ -2,6 +2,7 @@
 What is logged is in `softvq.evaluation`; loop, files and printing are in the program."""
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -115,10 +116,10 @@ def _first_latents(
     return torch.cat(latents)
 
 
-def epoch_order(images: ImageSet, seed: int, epoch: int) -> Tensor:
-    """The order of the images in one epoch: a function of nothing but seed and epoch."""
+def epoch_order(items: Sized, seed: int, epoch: int) -> Tensor:
+    """The order of the items in one epoch: a function of their number, seed and epoch alone."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(len(images), generator=generator)
+    return torch.randperm(len(items), generator=generator)
 
 
 def pixel_variance(images: ImageSet) -> float:

@@ -40,13 +40,16 @@ from softvq.prior.training import (
 from softvq.prior.transformer import CodePrior, CodePriorConfig
 from softvq.program import (
     Interrupted,
+    Progress,
     find_device,
     interruptions,
     parse_flags,
+    resume,
     run_program,
+    save_state,
     stored_data,
 )
-from softvq.training import NonFiniteLoss, restore, training_state
+from softvq.training import NonFiniteLoss, epoch_order
 
 REFRESH_EVERY_STEPS = 10
 LEVELS = 256  # values of a pixel, over the 2 units from -1 to 1
@@ -158,24 +161,15 @@ def _train_epochs(
     steps = -(-len(codes) // config.batch_size)
     optimizer = build_optimizer(prior, config)
     device = prior.position.device
-    epoch, step, sums, seconds = 0, 0, Sums(), 0.0
-    if (out / checkpoint.STATE).exists():
-        state, progress = checkpoint.read_tensors(out / checkpoint.STATE)
-        sums = restore(state, prior, optimizer)
-        epoch, step = int(progress["epoch"]), int(progress["step"])
-        seconds = float(progress["seconds"])
-        print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
+    epoch, step, seconds, sums = resume(out, prior, optimizer)
     records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
 
     def save() -> None:
-        progress = {"epoch": str(epoch), "step": str(step), "seconds": repr(seconds)}
-        state = training_state(prior, optimizer, sums)
-        checkpoint.write_tensors(out / checkpoint.STATE, state, progress)
+        save_state(out, prior, optimizer, Progress(epoch, step, seconds, sums))
 
     with interruptions() as interrupted:
         while epoch < config.epochs:
-            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(codes), generator=generator)[step * config.batch_size :]
+            order = epoch_order(codes, config.seed, epoch)[step * config.batch_size :]
             name = f"epoch {epoch + 1}/{config.epochs}"
             prior.train()
             started = time.monotonic()

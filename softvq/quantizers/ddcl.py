@@ -203,7 +203,7 @@ class DDCLCodebook(Codebook):
             competing = ddcl.soft_assignment(shared, prototypes, temperature, mask)
         competitive = ddcl.competitive_loss(competing, config.gradient).loss
         loss = masked_mean(competitive, mask) / self.dim
-        return loss + config.usage_weight * _divergence_from_uniform(soft.usage)
+        return loss + config.usage_weight * ddcl.divergence_from_uniform(soft.usage)
 
     @torch.no_grad()
     def _advance(self, z: Tensor, mask: Tensor | None, assignment: Assignment) -> None:
@@ -234,6 +234,8 @@ class DDCLCodebook(Codebook):
 
         Far from all tokens a code has no weight, and so no gradient that could bring it back.
         """
+        if self.config.dead_below == 0:
+            return assignment.revived
         counts = assignment.counts.to(self.share)
         total = counts.sum()
         moved = self.share.lerp(counts / total.clamp_min(1), 1 - _DECAY)
@@ -267,11 +269,3 @@ class DDCLCodebook(Codebook):
                 "lower it, or use the entropy-steered policy",
                 stacklevel=2,
             )
-
-
-def _divergence_from_uniform(usage: Float[Tensor, "k"]) -> Float[Tensor, ""]:
-    """KL(mean weights || uniform) in nats, in [0, log k]; 0 when there are no tokens."""
-    total = usage.sum()
-    # Codes out of reach (weight 0) have an infinite slope, which no finite step can follow.
-    share = (usage / total.clamp_min(1)).clamp_min(torch.finfo(usage.dtype).tiny)
-    return torch.where(total > 0, (share * (share * len(usage)).log()).sum(), 0)

@@ -126,12 +126,13 @@ class EMAVQ(Codebook):
         return self._revive(tokens, real)
 
     def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> Int[Tensor, ""]:
+        if self.config.dead_below == 0 or len(tokens) == 0:
+            return torch.zeros((), dtype=torch.int64, device=tokens.device)
         just_alive = self.config.dead_below * self.counts.mean()
         dead = (self.counts < just_alive) & real.any()
-        if len(tokens):
-            picked = tokens_in_place_of(dead, tokens, real)
-            rows = rearrange(dead, "k -> k 1")
-            self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
-            self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
-            self.counts.copy_(torch.where(dead, just_alive, self.counts))
+        picked = tokens_in_place_of(dead, tokens, real)
+        rows = rearrange(dead, "k -> k 1")
+        self.prototypes.copy_(torch.where(rows, picked, self.prototypes))
+        self.sums.copy_(torch.where(rows, picked * just_alive, self.sums))
+        self.counts.copy_(torch.where(dead, just_alive, self.counts))
         return dead.sum()
