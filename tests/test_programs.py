@@ -270,7 +270,7 @@ def test_a_run_killed_in_each_epoch_ends_like_another(finished, tmp_path, model,
         ("train_step", 1, 0),
         ("train_step", 4, 1),
         ("_summary", 0, 2),
-        ("training_state", 0, 3),  # the log is ahead of the state
+        ("save_state", 0, 3),  # the log is ahead of the state
         ("_summary", 0, 3),  # the state is complete, and the model is missing
     ):
         kill_at(name, call, tmp_path, model=model)
