@@ -54,6 +54,6 @@ def test_the_prior_evens_out_the_use_and_the_temperature_ends_cold():
 
 def test_a_loss_that_is_not_finite_stops_the_training(monkeypatch):
     layer = DDCLReadout(dim=6, codebook_size=2, usage_weight=0.0)
-    monkeypatch.setattr(cooling, "_unequal_use", lambda usage: usage.sum() * torch.nan)
+    monkeypatch.setattr(cooling, "divergence_from_uniform", lambda usage: usage.sum() * torch.nan)
     with pytest.raises(ArithmeticError, match="not finite any more"):
         train_readout(layer, features(), Cooling(steps=3, batch_size=40), 0)
