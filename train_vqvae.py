@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import tyro
 from einops import repeat
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from models import MODELS
-from softvq import checkpoint, figures
+from softvq import checkpoint, distributed, figures
 from softvq.autoencoder import Autoencoder, crop
 from softvq.data import ImageSet, float_batches, load_images
 from softvq.evaluation import (
@@ -41,15 +42,19 @@ from softvq.program import (
     Progress,
     find_device,
     interruptions,
+    is_first,
     parse_flags,
+    process_group,
     resume,
     run_program,
     save_state,
+    tell,
 )
 from softvq.quantizers import codebooks
 from softvq.training import (
     Experiment,
     NonFiniteLoss,
+    batches,
     build_optimizer,
     epoch_order,
     pixel_variance,
@@ -120,25 +125,28 @@ def train(name: str, run: Run) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("several processes are not supported; start one, without torchrun")
     out, device = Path(run.out), find_device(run.device)
     sections = dict(model=run.model, data=run.data, train=run.train)
     if (out / checkpoint.CONFIG).exists():
         checkpoint.write_config(out, **sections)
     if (out / checkpoint.REPORT).exists():
-        print(f"{out} is finished", file=sys.stderr)
+        tell(f"{out} is finished")
         return checkpoint.read_json(out / checkpoint.REPORT)
     perceptual = load_perceptual(run.lpips_weights)
     images, test = load_images(run.data, "train"), load_images(run.data, "test")
-    print(f"{name}: {images.description}; {test.description}", file=sys.stderr)
+    tell(f"{name}: {images.description}; {test.description}")
 
-    torch.manual_seed(run.train.seed)
-    model = build_autoencoder(run.model).to(device)
-    if run.train.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    checkpoint.write_config(out, **sections)
-    _train_epochs(model, images, test, run)
+    with process_group(device):
+        _check_shares(run, test)
+        torch.manual_seed(run.train.seed)
+        model = build_autoencoder(run.model).to(device)
+        if run.train.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        if is_first():
+            checkpoint.write_config(out, **sections)
+        _train_epochs(model, images, test, run)
+    if not is_first():
+        return {}
 
     model = checkpoint.load(out, device)
     if not isinstance(perceptual, str):
@@ -168,33 +176,78 @@ def train(name: str, run: Run) -> dict[str, Any]:
     return report
 
 
+def _check_shares(run: Run, test: ImageSet) -> None:
+    """Raises ValueError if the images cannot be shared out among the processes."""
+    count = distributed.process_count()
+    if run.train.batch_size % count:
+        raise ValueError(
+            f"{count} processes must divide the batch_size, got {run.train.batch_size}"
+        )
+    if len(test) < count:
+        raise ValueError(f"{count} processes need as many test images, got {len(test)}")
+
+
 def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run) -> None:
     """Every epoch that is still to do, logged and saved one by one."""
     out, config = Path(run.out), run.train
     steps = -(-len(images) // config.batch_size)
     optimizer = build_optimizer(model, config)
-    variance = pixel_variance(images)
-    epoch, step, seconds, sums = resume(out, model, optimizer)
+    begun = resume(out, model, optimizer)
     prepare(model, images, steps * config.epochs)
-    records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
-
-    def save() -> None:
-        save_state(out, model, optimizer, Progress(epoch, step, seconds, sums))
-
+    records = [item for item in checkpoint.read_records(out) if item["epoch"] <= begun.epoch]
     with interruptions() as interrupted, _tensorboard(run, out) as board:
-        while epoch < config.epochs:
-            order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
-            name = f"epoch {epoch + 1}/{config.epochs}"
-            bar = tqdm(total=steps, initial=step, desc=name, mininterval=1)
-            model.train()
-            started = saved = time.monotonic()
-            for pixels in images.batches(order, config.batch_size):
+        for progress in _epochs(model, optimizer, images, run, begun, interrupted):
+            sums = progress.sums.joined()
+            record = {
+                "epoch": progress.epoch,
+                "steps": steps * progress.epoch,
+                "seconds": progress.seconds,
+                **train_record(sums, model),
+                **evaluate(model, test, *_quick_metrics(model)),
+            }
+            records.append(record)
+            if is_first():
+                checkpoint.write_records(out, records)
+                board(record)
+            save_state(out, model, optimizer, Progress(progress.epoch, 0, 0.0, Sums()))
+            tell(_summary(record))
+            if any(distributed.any_process(interrupted())):
+                raise Interrupted(f"{out}: stopped after epoch {progress.epoch}")
+    if is_first():
+        checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
+
+
+def _epochs(
+    model: Autoencoder,
+    optimizer: torch.optim.Optimizer,
+    images: ImageSet,
+    run: Run,
+    begun: Progress,
+    interrupted: Callable[[], bool],
+) -> Iterator[Progress]:
+    """Trains on from `begun`; after each epoch, how far the training is, with its sums."""
+    out, config = Path(run.out), run.train
+    first, step, seconds, sums = begun
+    steps = -(-len(images) // config.batch_size)
+    variance = pixel_variance(images)
+    trained: nn.Module = model
+    if distributed.process_count() > 1:
+        # Statistics are those of the joined batch in every process: no buffer needs sending.
+        trained = DistributedDataParallel(model, broadcast_buffers=False)
+    for epoch in range(first, config.epochs):
+        order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
+        name = f"epoch {epoch + 1}/{config.epochs}"
+        trained.train()
+        started = saved = time.monotonic()
+        with tqdm(
+            total=steps, initial=step, desc=name, mininterval=1, disable=not is_first()
+        ) as bar:
+            for pixels in batches(images, order, config.batch_size):
                 done = (epoch * steps + step) / (config.epochs * steps)
                 set_learning_rate(optimizer, config, done)
                 try:
-                    output, mse = train_step(model, optimizer, pixels, variance, config)
+                    output, mse = train_step(trained, optimizer, pixels, variance, config)
                 except NonFiniteLoss as error:
-                    bar.close()
                     kept = (out / checkpoint.STATE).exists()
                     rest = f"the last good state is in {out}" if kept else "no state was saved"
                     place = f"epoch {epoch + 1}, step {step + 1}"
@@ -205,30 +258,14 @@ def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run
                 if step % REFRESH_EVERY_STEPS == 0:
                     bar.set_postfix_str(_live(sums, model), refresh=False)
                 now = time.monotonic()
-                if interrupted() or now - saved > SAVE_EVERY_SECONDS:
+                stop, due = distributed.any_process(interrupted(), now - saved > SAVE_EVERY_SECONDS)
+                if stop or due:
                     seconds, started, saved = seconds + now - started, now, now
-                    save()
-                if interrupted():
-                    bar.close()
+                    save_state(out, model, optimizer, Progress(epoch, step, seconds, sums))
+                if stop:
                     raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
-            bar.close()
-            seconds += time.monotonic() - started
-            record = {
-                "epoch": epoch + 1,
-                "steps": steps * (epoch + 1),
-                "seconds": seconds,
-                **train_record(sums, model),
-                **evaluate(model, test, *_quick_metrics(model)),
-            }
-            records.append(record)
-            checkpoint.write_records(out, records)
-            board(record)
-            epoch, step, seconds, sums = epoch + 1, 0, 0.0, Sums()
-            save()
-            print(_summary(record), file=sys.stderr)
-            if interrupted():
-                raise Interrupted(f"{out}: stopped after epoch {epoch}")
-    checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
+        yield Progress(epoch + 1, 0, seconds + time.monotonic() - started, sums)
+        step, seconds, sums = 0, 0.0, Sums()
 
 
 def _quick_metrics(model: Autoencoder) -> list[Reconstruction]:
@@ -312,7 +349,7 @@ def _tiles(model: Autoencoder, level: int, means: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def _tensorboard(run: Run, out: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that logs one record, or does nothing."""
-    if not run.tensorboard:
+    if not run.tensorboard or not is_first():
         yield lambda record: None
         return
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and seldom wanted

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from softvq import distributed
 from softvq.quantizers import Assignment, CodebookConfig, DDCLConfig, build, codebooks
 
 Images = Float[Tensor, "b c h w"]
@@ -154,15 +155,44 @@ class VQVAE(Autoencoder):
 
 
 class LatentNorm(nn.BatchNorm2d):
-    """Affine-free batch normalisation that uses the running statistics for a single position."""
+    """Affine-free batch normalisation that uses the running statistics for a single position.
+
+    Processes that train together normalise by the statistics of the joined batch.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, affine=False)
 
     def forward(self, input: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
+        if self.training and distributed.process_count() > 1:
+            return self._of_joined(input)
         if input.numel() > self.num_features:
             return super().forward(input)
         return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
+
+    def _of_joined(self, input: Tensor) -> Tensor:
+        """torch's SyncBatchNorm, which is made for GPUs alone."""
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        x = rearrange(x, "b d h w -> b h w d")
+        count = distributed.total(x.new_tensor(float(x[..., 0].numel())))
+        if count <= 1:
+            return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
+        mean = distributed.total(x.sum((0, 1, 2))) / count
+        x = x - mean
+        variance = distributed.total(x.square().sum((0, 1, 2))) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            seen = float(self.num_batches_tracked)
+            momentum = 1 / seen if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+            unbiased = variance * count / (count - 1)
+            self.running_var.lerp_(unbiased.to(self.running_var), momentum)
+        normalized = x * torch.rsqrt(variance + self.eps)
+        return rearrange(normalized, "b h w d -> b d h w").to(input.dtype)
 
 
 class ResidualBlock(nn.Module):

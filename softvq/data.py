@@ -160,9 +160,12 @@ def to_uint8(images: Float[Tensor, "b c h w"]) -> UInt8[Tensor, "b c h w"]:
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def float_batches(images: ImageSet, device: torch.device) -> Iterator[Float[Tensor, "b c h w"]]:
-    """The images in order, as float batches on the device."""
-    for pixels in images.batches(torch.arange(len(images)), _FLOAT_BATCH):
+def float_batches(
+    images: ImageSet, device: torch.device, order: Int[Tensor, "n"] | None = None
+) -> Iterator[Float[Tensor, "b c h w"]]:
+    """The images in that order, by default their own, as float batches on the device."""
+    order = torch.arange(len(images)) if order is None else order
+    for pixels in images.batches(order, _FLOAT_BATCH):
         yield to_float(pixels.to(device))
 
 

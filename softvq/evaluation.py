@@ -9,7 +9,7 @@ import torch
 from einops import einsum
 from torch import Tensor, nn
 
-from softvq import ddcl
+from softvq import ddcl, distributed
 from softvq.autoencoder import Autoencoder, VQVAEOutput, crop
 from softvq.data import ImageSet, float_batches
 from softvq.metrics import CodebookUsage, Reconstruction
@@ -30,6 +30,12 @@ class Sums:
         for name, value in values.items():
             value = torch.as_tensor(value).detach().double().cpu()
             self.tensors[name] = self.tensors.get(name, torch.zeros_like(value)) + value
+
+    def joined(self) -> "Sums":
+        """The sums over all processes, each of which has added the same names."""
+        result = Sums()
+        result.tensors = {name: distributed.total(value) for name, value in self.tensors.items()}
+        return result
 
     def mean(self, name: str, count: str) -> float:
         """The sum `name` over the sum `count`."""
@@ -68,12 +74,15 @@ def evaluate(
     """The logged values of a split, both ways of decoding labelled; the metrics are filled anew.
 
     `bits_per_image` is what an ideal entropy coder needs for the codes, given their frequencies.
+    Processes that train together evaluate a part of the images each, of which there must be one
+    for every process, and all return the values of the whole split.
     """
     model.eval()
     soft.reset()
     hard.reset()
-    sums = Sums()
-    for x in float_batches(images, next(model.parameters()).device):
+    sums, device = Sums(), next(model.parameters()).device
+    own = distributed.share(torch.arange(len(images)))
+    for x in float_batches(images, device, own):
         levels = model.encode(x)
         for metric, codes in (
             (soft, tuple(level.soft for level in levels)),
@@ -83,7 +92,7 @@ def evaluate(
         sums.add(images=float(len(x)))
         for number, level in enumerate(levels):
             _add_level(sums, number, level)
-    record = {}
+    sums, record = sums.joined(), {}
     for metric, label in ((soft, "soft"), (hard, "hard")):
         values = {name: value.item() for name, value in metric.compute().items()}
         record |= {f"test/{name}_{label}": value for name, value in values.items()}
@@ -150,6 +159,9 @@ def _add_level(sums: Sums, number: int, level: Any) -> None:
     added = {name: value * tokens for name, value in means.items()} | {"square": square * tokens}
     totals = {name: getattr(level, name) for name in ("counts", "usage", "revived")}
     totals["tokens"] = tokens
+    if distributed.rank() > 0:
+        # Every process knows of every revival.
+        totals["revived"] = torch.zeros_like(level.revived)
     sums.add(**{f"{number}/{name}": value for name, value in (added | totals).items()})
 
 
@@ -157,7 +169,7 @@ def _level_values(sums: Sums, number: int) -> dict[str, int | float]:
     """Usage of the codes, and the split of L_q, of one level."""
     means = {name: sums.mean(f"{number}/{name}", f"{number}/tokens") for name in _MEANS[:3]}
     counts, usage = sums.tensors[f"{number}/counts"], sums.tensors[f"{number}/usage"]
-    codes = CodebookUsage(len(counts))
+    codes = CodebookUsage(len(counts), sync_on_compute=False)
     codes.update(counts, usage)
     return {
         **{name: value.item() for name, value in codes.compute().items()},

@@ -43,8 +43,9 @@ class CodebookUsage(_SplitSums):
     counts: Tensor
     usage: Tensor
 
-    def __init__(self, codebook_size: int) -> None:
-        super().__init__()
+    def __init__(self, codebook_size: int, sync_on_compute: bool = True) -> None:
+        """`sync_on_compute` is for counts that are not those of all processes already."""
+        super().__init__(sync_on_compute=sync_on_compute)
         self.codebook_size = codebook_size
         self.add_state("counts", torch.zeros(codebook_size, dtype=torch.int64), "sum")
         self.add_state("usage", torch.zeros(codebook_size, dtype=torch.float64), "sum")

@@ -6,6 +6,7 @@ What they do is in the programs themselves.
 
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from softvq import checkpoint
+from softvq import checkpoint, distributed
 from softvq.data import DataConfig
 from softvq.evaluation import Sums
 from softvq.training import restore, training_state
@@ -45,7 +47,10 @@ class Progress(NamedTuple):
 def save_state(
     out: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
-    """Writes all that `resume` needs."""
+    """Writes all that `resume` needs, in process 0; the sums are those of all processes."""
+    progress = progress._replace(sums=progress.sums.joined())
+    if distributed.rank() > 0:
+        return
     far = {"epoch": str(progress.epoch), "step": str(progress.step)}
     state = training_state(model, optimizer, progress.sums)
     checkpoint.write_tensors(
@@ -65,7 +70,10 @@ def resume(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pro
     if not {"epoch", "step", "seconds"} <= far.keys():
         raise ValueError(f"the training state in {out} does not say how far it is")
     epoch, step = int(far["epoch"]), int(far["step"])
-    print(f"{out}: continues after epoch {epoch}, step {step}", file=sys.stderr)
+    tell(f"{out}: continues after epoch {epoch}, step {step}")
+    if distributed.rank() > 0:
+        # What was logged before counts once.
+        sums.tensors = {name: torch.zeros_like(value) for name, value in sums.tensors.items()}
     return Progress(epoch, step, float(far["seconds"]), sums)
 
 
@@ -75,11 +83,44 @@ def find_device(name: str) -> torch.device:
     Raises ValueError for one that is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = os.environ.get("LOCAL_RANK", "0")
+        return torch.device(f"cuda:{own}" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Joins the processes that torchrun started, and parts them again; alone, does nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse_processes(program: str) -> None:
+    """Raises ValueError in a program that torchrun started although it knows no processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"{program} runs in one process; start it without torchrun")
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes, before the others are joined too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def tell(line: str) -> None:
+    """One line on stderr, from process 0 alone."""
+    if is_first():
+        print(line, file=sys.stderr)
 
 
 @contextmanager
@@ -127,7 +168,7 @@ def stored_data(run: str) -> DataConfig | None:
 
 
 def run_program(action: Callable[[], Any]) -> int:
-    """Prints what `action` returns as JSON and returns the exit status.
+    """Prints what `action` returns as JSON, in process 0, and returns the exit status.
 
     0 for success, 2 for a user's mistake (ValueError), 1 for a training that broke down
     (ArithmeticError) or a file that cannot be written (OSError), 130 after SIGINT.
@@ -142,7 +183,8 @@ def run_program(action: Callable[[], Any]) -> int:
         return _fail(f"{stop}; the same command continues it", 130)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    print(json.dumps(checkpoint.strict(result), indent=2))
+    if is_first():
+        print(json.dumps(checkpoint.strict(result), indent=2))
     return 0
 
 

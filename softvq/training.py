@@ -2,15 +2,16 @@
 What is logged is in `softvq.evaluation`; loop, files and printing are in the program."""
 
 import math
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
+from softvq import distributed
 from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig, VQVAEOutput
 from softvq.data import DataConfig, ImageSet, float_batches, to_float
 from softvq.evaluation import Sums
@@ -93,7 +94,8 @@ def prepare(model: Autoencoder, images: ImageSet, total_steps: int) -> None:
         if isinstance(codebook, DDCLCodebook):
             codebook.schedule_steps = total_steps
         if not codebook.initialized:
-            codebook.initialize(_first_latents(model, images, level, codebook.codebook_size))
+            latents = _first_latents(model, images, level, codebook.codebook_size)
+            codebook.initialize(distributed.share(latents))
 
 
 @torch.no_grad()
@@ -108,7 +110,8 @@ def _first_latents(
         norm.momentum = None
     latents, wanted = [], _TOKENS_PER_CODE * codebook_size
     for x in float_batches(images, next(model.parameters()).device):
-        latents.append(rearrange(model.latents(x, level), "b h w d -> (b h w) d"))
+        own = model.latents(distributed.share(x), level)
+        latents.append(distributed.joined(rearrange(own, "b h w d -> (b h w) d")))
         if sum(map(len, latents)) >= wanted:
             break
     for norm, momentum in zip(norms, momenta, strict=True):
@@ -120,6 +123,22 @@ def epoch_order(items: Sized, seed: int, epoch: int) -> Tensor:
     """The order of the items in one epoch: a function of their number, seed and epoch alone."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(len(items), generator=generator)
+
+
+def batches(
+    images: ImageSet, order: Int[Tensor, "n"], batch_size: int
+) -> Iterator[UInt8[Tensor, "b c h w"]]:
+    """The batches of `batch_size` images in that order; of each, the part of this process.
+
+    A part may be empty in the last batch. The number of processes must divide `batch_size`.
+    """
+    if len(order) == 0:
+        return
+    parts = [distributed.share(batch) for batch in order.split(batch_size)]
+    loaded = images.batches(torch.cat(parts), batch_size // distributed.process_count())
+    empty = torch.empty(0, *images.image_shape, dtype=torch.uint8)
+    for part in parts:
+        yield next(loaded) if len(part) else empty
 
 
 def pixel_variance(images: ImageSet) -> float:
@@ -142,7 +161,9 @@ def train_step(
 ) -> tuple[VQVAEOutput, Tensor]:
     """One update by mse / variance + the quantizers' losses; returns the output and the mse.
 
-    Raises NonFiniteLoss before anything is updated by a loss that is not finite.
+    Of several processes, each gives its part of the batch to a DistributedDataParallel, and gets
+    the output and the mse of that part. Raises NonFiniteLoss before anything is updated by a loss
+    that is not finite.
     """
     device = next(model.parameters()).device
     x = to_float(pixels.to(device, non_blocking=True))
@@ -150,14 +171,15 @@ def train_step(
         x = x.contiguous(memory_format=torch.channels_last)
     with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bfloat16"):
         output = model(x)
-    mse = (output.reconstruction.float() - x).square().mean()
-    loss = mse / variance + output.loss
-    if not loss.isfinite():
-        raise NonFiniteLoss(f"the loss is {loss.item()}")
+    squared_error = (output.reconstruction.float() - x).square()
+    loss = distributed.joined_mean(squared_error, None) / variance + output.loss
+    joined_loss = distributed.total(loss.detach()) / distributed.process_count()
+    if not joined_loss.isfinite():
+        raise NonFiniteLoss(f"the loss is {joined_loss.item()}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return output, mse
+    return output, squared_error.detach().sum() / max(squared_error.numel(), 1)
 
 
 def training_state(

@@ -16,7 +16,7 @@ IDS = [str(path.relative_to(ROOT)) for path in LIBRARY]
 
 # Lowest first: a part imports from parts on lower levels, or from its own package
 LEVELS = [
-    {"streaming", "image_files", "metrics", "figures"},
+    {"streaming", "distributed", "image_files", "metrics", "figures"},
     {"ddcl", "data"},
     {"temperature"},
     {"quantizers"},

@@ -24,6 +24,7 @@ import train_vqvae
 from eval import compare, reconstruct
 from models import MODELS
 from softvq import checkpoint
+from softvq.prior import __main__ as prior
 from softvq.program import Interrupted, run_program
 from softvq.quantizers import codebooks
 
@@ -364,11 +365,13 @@ def test_a_flag_out_of_bounds_ends_with_status_2_and_no_run(tmp_path, capsys, fl
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused(tmp_path, capsys, monkeypatch):
+def test_several_processes_are_refused_where_they_are_not_known(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train(tmp_path / "run") == 2
-    assert "several processes are not supported" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert compare.main(["photos-ddcl", "--out", str(tmp_path / "study")]) == 2
+    assert "eval.compare runs in one process; start it without torchrun" in capsys.readouterr().err
+    assert prior.main([str(tmp_path / "run")]) == 2
+    assert "softvq.prior runs in one process; start it without torchrun" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_models_are_refused_with_the_known_ones(tmp_path, capsys):

@@ -44,6 +44,7 @@ from softvq.program import (
     find_device,
     interruptions,
     parse_flags,
+    refuse_processes,
     resume,
     run_program,
     save_state,
@@ -86,6 +87,7 @@ def train_prior(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
+    refuse_processes("softvq.prior")
     out = Path(options.out or Path(options.run) / "prior")
     device = find_device(options.device)
     model = checkpoint.load(options.run, device)

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from softvq import ddcl
+from softvq import ddcl, distributed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,8 @@ class Assignment(NamedTuple):
     indices: Int[Tensor, "*n"]
     """Most probable code; -1 where masked."""
     loss: Float[Tensor, ""]
-    """The quantizer's own loss, weighted."""
+    """The quantizer's own loss, weighted; of several processes, its mean over them is that of the
+    joined batch. Everything else is that of the tokens given."""
     reconstruction: Float[Tensor, ""]
     """Mean |z - soft|² (L_OLS), summed over the width."""
     variance: Float[Tensor, ""]
@@ -75,6 +76,10 @@ class Codebook(nn.Module, ABC):
     The prototypes and every statistic stay float32 (or become float64) whatever dtype the module
     is cast to: half precision cannot hold counts above 65504 nor distances of wide codes. Built
     from the keywords of its config dataclass, or from a config by `from_config`.
+
+    Where several processes train together (torch.distributed), a training pass is a collective:
+    start, statistics, revival and usage are those of the joined batch, and losses are such that
+    gradients averaged over the processes, as by DistributedDataParallel, are those of one process.
     """
 
     config_class: ClassVar[type[CodebookConfig]]
@@ -157,7 +162,19 @@ class Codebook(nn.Module, ABC):
     @property
     def updates(self) -> bool:
         """Whether a forward pass may change prototypes or statistics now."""
-        return self.training and torch.is_grad_enabled() and not self._frozen
+        return self._trains and not self._frozen
+
+    @property
+    def _trains(self) -> bool:
+        """Whether this is a training pass: then, and only then, processes work together."""
+        return self.training and torch.is_grad_enabled()
+
+    def _mean(
+        self, values: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"] | None
+    ) -> Float[Tensor, ""]:
+        """Mean over real tokens; in training this process's part of the mean over those of all."""
+        mean = distributed.joined_mean if self._trains else masked_mean
+        return mean(values, mask)
 
     def extra_repr(self) -> str:
         return str(self.config)

@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from softvq import ddcl
+from softvq import ddcl, distributed
 from softvq.quantizers.base import (
     Assignment,
     Codebook,
@@ -179,7 +179,8 @@ class DDCLCodebook(Codebook):
         """
         tokens = real_tokens(self._checked(z, mask), mask)
         if self.config.init == "data":
-            self.prototypes.copy_(kmeans_plus_plus(tokens, self.codebook_size))
+            seeds = kmeans_plus_plus(tokens, self.codebook_size)
+            self.prototypes.copy_(distributed.from_first(seeds))
         self.covariance.copy_(ddcl.covariance(tokens))
         self.direction.copy_(torch.linalg.eigh(self.covariance).eigenvectors[:, -1])
         self.critical.copy_(2 * torch.linalg.vector_norm(self._image()))
@@ -202,17 +203,22 @@ class DDCLCodebook(Codebook):
             shared = z.detach() + config.commitment_weight * (z - z.detach())
             competing = ddcl.soft_assignment(shared, prototypes, temperature, mask)
         competitive = ddcl.competitive_loss(competing, config.gradient).loss
-        loss = masked_mean(competitive, mask) / self.dim
-        return loss + config.usage_weight * ddcl.divergence_from_uniform(soft.usage)
+        loss = self._mean(competitive, mask) / self.dim
+        usage = distributed.total(soft.usage) if self._trains else soft.usage
+        return loss + config.usage_weight * ddcl.divergence_from_uniform(usage)
 
     @torch.no_grad()
     def _advance(self, z: Tensor, mask: Tensor | None, assignment: Assignment) -> None:
         """One step of the schedule: the running covariance, Tc by a power iteration, then T."""
         self.step += 1
+        count = assignment.counts.sum()
+        everywhere = distributed.total(count)
         # Without a real token the batch says nothing about covariance and entropy.
-        real = assignment.counts.any()
+        real = everywhere > 0
         weight = torch.where(real, 1 - _DECAY, 0.0).to(self.covariance)
-        self.covariance.lerp_(ddcl.covariance(z, mask).to(self.covariance), weight)
+        covariance = distributed.joined_covariance(ddcl.covariance(z, mask), assignment.mean, count)
+        self.covariance.lerp_(covariance.to(self.covariance), weight)
+        entropy = distributed.total(assignment.entropy * count) / everywhere.clamp_min(1)
         image = self._image()
         length = torch.linalg.vector_norm(image)
         self.direction.copy_(torch.where(length > 0, image / length, self.direction))
@@ -220,7 +226,7 @@ class DDCLCodebook(Codebook):
         temperature = self.config.temperature.next(
             self.temperature,
             self.progress,
-            assignment.entropy,
+            entropy,
             self.critical,
             self.codebook_size,
         )
@@ -236,15 +242,15 @@ class DDCLCodebook(Codebook):
         """
         if self.config.dead_below == 0:
             return assignment.revived
-        counts = assignment.counts.to(self.share)
+        counts = distributed.total(assignment.counts).to(self.share)
         total = counts.sum()
         moved = self.share.lerp(counts / total.clamp_min(1), 1 - _DECAY)
         self.share.copy_(torch.where(total > 0, moved, self.share))
         just_alive = self.config.dead_below / self.codebook_size
         tokens = rearrange(z, "... d -> (...) d")
         real = rearrange(assignment.indices >= 0, "... -> (...)") & tokens.isfinite().all(1)
-        dead = (self.share < just_alive) & real.any()
-        if len(tokens):
+        dead = (self.share < just_alive) & (distributed.total(real.sum()) > 0)
+        if distributed.row_count(tokens):
             picked = tokens_in_place_of(dead, tokens, real)
             rows = rearrange(dead, "k -> k 1")
             self.prototypes.copy_(torch.where(rows, picked, self.prototypes))

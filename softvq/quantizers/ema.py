@@ -8,13 +8,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from softvq import ddcl
+from softvq import ddcl, distributed
 from softvq.quantizers.base import (
     Assignment,
     Codebook,
     CodebookConfig,
     hard_assignment,
-    masked_mean,
 )
 from softvq.quantizers.initialization import (
     kmeans_plus_plus,
@@ -81,7 +80,7 @@ class EMAVQ(Codebook):
         indices = ddcl.nearest(z, self.prototypes)
         # A copy that autograd may keep while the averages below move the codes.
         codes = self.prototypes[indices]
-        commitment = masked_mean((z - codes).square().mean(-1), mask)
+        commitment = self._mean((z - codes).square().mean(-1), mask)
         loss = self.config.commitment_weight * commitment
         assignment = hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
         if self.updates:
@@ -95,7 +94,7 @@ class EMAVQ(Codebook):
         Raises ValueError when z holds no real token or a value that is not finite.
         """
         tokens = real_tokens(self._checked(z, mask), mask)
-        seeds = kmeans_plus_plus(tokens, self.codebook_size)
+        seeds = distributed.from_first(kmeans_plus_plus(tokens, self.codebook_size))
         self.prototypes.copy_(lloyd(tokens, seeds, self.config.kmeans_iterations))
         self.counts.fill_(1)
         self.sums.copy_(self.prototypes)
@@ -112,7 +111,9 @@ class EMAVQ(Codebook):
         tokens = torch.where(rearrange(real, "n -> n 1"), tokens, 0)
         sums = torch.zeros_like(self.sums).index_add_(0, codes, tokens)
         counts = torch.zeros_like(self.counts).index_add_(0, codes, real.to(self.counts))
-        step = torch.where(real.any(), 1 - self.config.decay, 0.0).to(self.counts)
+        sums, counts = distributed.total(sums), distributed.total(counts)
+        found = counts.any()
+        step = torch.where(found, 1 - self.config.decay, 0.0).to(self.counts)
         self.counts.lerp_(counts, step)
         self.sums.lerp_(sums, step)
         total = self.counts.sum()
@@ -120,16 +121,18 @@ class EMAVQ(Codebook):
             total + self.codebook_size * self.config.smoothing
         )
         # A count that has decayed to nothing, without smoothing, leaves no mean to move to.
-        moved = real.any() & (smoothed * total > torch.finfo(total.dtype).tiny)
+        moved = found & (smoothed * total > torch.finfo(total.dtype).tiny)
         means = self.sums / rearrange(smoothed * total, "k -> k 1")
         self.prototypes.copy_(torch.where(rearrange(moved, "k -> k 1"), means, self.prototypes))
-        return self._revive(tokens, real)
+        return self._revive(tokens, real, found)
 
-    def _revive(self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]) -> Int[Tensor, ""]:
-        if self.config.dead_below == 0 or len(tokens) == 0:
+    def _revive(
+        self, tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"], found: Bool[Tensor, ""]
+    ) -> Int[Tensor, ""]:
+        if self.config.dead_below == 0 or distributed.row_count(tokens) == 0:
             return torch.zeros((), dtype=torch.int64, device=tokens.device)
         just_alive = self.config.dead_below * self.counts.mean()
-        dead = (self.counts < just_alive) & real.any()
+        dead = (self.counts < just_alive) & found
         picked = tokens_in_place_of(dead, tokens, real)
         rows = rearrange(dead, "k -> k 1")
         self.prototypes.copy_(torch.where(rows, picked, self.prototypes))

@@ -10,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from softvq import distributed
 from softvq.ddcl import nearest
 
 Start = Literal["data", "uniform"]
@@ -32,10 +33,14 @@ def uniform_prototypes(k: int, d: int) -> Float[Tensor, "{k} {d}"]:
 
 
 def real_tokens(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> Float[Tensor, "m d"]:
-    """The unmasked tokens as rows. Raises ValueError if there are none or one is not finite."""
+    """The unmasked tokens of all processes as rows, in random order, the same in each.
+
+    Raises ValueError if there are none or one is not finite.
+    """
     tokens = rearrange(z.detach(), "... d -> (...) d")
     if mask is not None:
         tokens = tokens[rearrange(mask, "... -> (...)")]
+    tokens = distributed.joined(tokens)
     if len(tokens) == 0:
         raise ValueError("a codebook cannot be initialised from 0 tokens")
     broken = int((~tokens.isfinite()).any(1).sum())
@@ -44,7 +49,8 @@ def real_tokens(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> Fl
             f"a codebook cannot be initialised from tokens that are not finite: "
             f"{broken} of {len(tokens)} are not"
         )
-    return tokens[torch.randperm(len(tokens), device=tokens.device)[:_MOST_TOKENS]]
+    order = torch.randperm(len(tokens), device=tokens.device)[:_MOST_TOKENS]
+    return tokens[distributed.from_first(order)]
 
 
 def kmeans_plus_plus(tokens: Float[Tensor, "n d"], k: int) -> Float[Tensor, "k d"]:
@@ -97,10 +103,13 @@ def lloyd(
 def tokens_in_place_of(
     dead: Bool[Tensor, "k"], tokens: Float[Tensor, "n d"], real: Bool[Tensor, "n"]
 ) -> Float[Tensor, "k d"]:
-    """A random real token for every dead code, different ones as far as they go; n > 0.
+    """A random real token, of any process, for every dead code, different ones as far as they go.
 
-    The other rows are arbitrary tokens; no shape depends on how many codes are dead.
+    The other rows are arbitrary tokens; no shape depends on how many codes are dead. There must be
+    a token, if only in another process.
     """
+    real = distributed.joined(real)
     # Real tokens in random order come first; more dead codes than tokens take some twice.
-    order = torch.rand(len(tokens), device=tokens.device).masked_fill(~real, 2).argsort()
-    return tokens[order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)]]
+    order = torch.rand(len(real), device=tokens.device).masked_fill(~real, 2).argsort()
+    picked = distributed.from_first(order[(dead.cumsum(0) - 1) % real.sum().clamp_min(1)])
+    return distributed.rows_of_joined(tokens, picked)

@@ -7,13 +7,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from softvq import ddcl
+from softvq import ddcl, distributed
 from softvq.quantizers.base import (
     Assignment,
     Codebook,
     CodebookConfig,
     hard_assignment,
-    masked_mean,
 )
 from softvq.quantizers.initialization import (
     Start,
@@ -61,7 +60,7 @@ class StraightThroughVQ(Codebook):
         codes = self.prototypes[indices]
         codebook_loss = (z.detach() - codes).square().mean(-1)
         commitment = (z - codes.detach()).square().mean(-1)
-        loss = masked_mean(codebook_loss + self.config.commitment_weight * commitment, mask)
+        loss = self._mean(codebook_loss + self.config.commitment_weight * commitment, mask)
         return hard_assignment(z, codes, indices, loss, mask, self.codebook_size, dtype)
 
     @torch.no_grad()
@@ -72,5 +71,6 @@ class StraightThroughVQ(Codebook):
         """
         tokens = real_tokens(self._checked(z, mask), mask)
         if self.config.init == "data":
-            self.prototypes.copy_(kmeans_plus_plus(tokens, self.codebook_size))
+            seeds = kmeans_plus_plus(tokens, self.codebook_size)
+            self.prototypes.copy_(distributed.from_first(seeds))
         self._mark_initialized()
