@@ -200,6 +200,21 @@ def test_padding_changes_nothing(method, padding):
     assert_close(after_padded, after)
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_token_that_is_not_finite_harms_its_own_step_alone(method, broken):
+    codebook = started(method)
+    z = tokens(64, DIM)
+    poisoned = z.clone()
+    poisoned[7, 1] = broken
+    expected = codebook.nearest(z)
+    assignment = codebook.train().assign(poisoned)
+    assert not assignment.loss.isfinite()
+    others = torch.arange(64) != 7
+    assert torch.equal(assignment.indices[others], expected[others])
+    assert all(value.isfinite().all() for value in state(codebook).values())
+    assert codebook.assign(z).loss.isfinite()
+
+
 def test_the_start_reads_real_tokens_only(method):
     z, mask = tokens(32, DIM), torch.arange(32) % 3 == 0
     codebooks = []

@@ -23,7 +23,7 @@ from softvq.autoencoder import LatentNorm
 from softvq.quantizers import DDCLCodebook, build, param_groups
 from softvq.quantizers.base import CodebookConfig
 from softvq.quantizers.ddcl import DDCLConfig
-from softvq.quantizers.ema import EMAConfig
+from softvq.quantizers.ema import EMAVQ, EMAConfig
 from softvq.quantizers.straight_through import StraightThroughConfig
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,9 @@ def both_processes(rank: int, folder: str) -> None:
     own = rows[:5] if rank == 0 else rows[5:]
     leaf = own.clone().requires_grad_()
     (distributed.total(leaf.sum()).square() * (rank + 1)).backward()
-    torch.manual_seed(rank)
+    averages = EMAVQ(dim=1, codebook_size=1, decay=0.0, smoothing=0.0)
+    averages.initialize(torch.zeros(1, 1))
+    averages(torch.tensor([[0.0], [2.0]] if rank == 0 else [[10.0]]))
     for codebook in (built_before, built_after):
         torch.manual_seed(3)
         codebook(torch.randn(5 + rank, 4, dtype=torch.float64))
@@ -122,6 +124,7 @@ def both_processes(rank: int, folder: str) -> None:
         "count": distributed.row_count(own),
         "any": distributed.any_process(rank == 1, False),
         "share": distributed.share(rows),
+        "averages": averages.prototypes,
         "before": built_before.prototypes.detach(),
         "after": built_after.prototypes.detach(),
     }
@@ -148,6 +151,8 @@ def test_collectives_are_those_of_the_joined_rows(two):
         assert (found["gradient"] == 3 * 2 * rows.sum()).all()
         assert found["count"] == 6
         assert found["any"] == [True, False]
+        # (0 + 2 + 10) / 3: neither 1 and 10, nor the mean 5.5 of the two means
+        assert found["averages"].tolist() == [[4.0]]
         assert torch.equal(found["share"], rows[3 * rank : 3 * rank + 3])
 
 

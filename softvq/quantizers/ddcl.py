@@ -213,12 +213,14 @@ class DDCLCodebook(Codebook):
         self.step += 1
         count = assignment.counts.sum()
         everywhere = distributed.total(count)
-        # Without a real token the batch says nothing about covariance and entropy.
-        real = everywhere > 0
-        weight = torch.where(real, 1 - _DECAY, 0.0).to(self.covariance)
         covariance = distributed.joined_covariance(ddcl.covariance(z, mask), assignment.mean, count)
-        self.covariance.lerp_(covariance.to(self.covariance), weight)
+        covariance = covariance.to(self.covariance)
         entropy = distributed.total(assignment.entropy * count) / everywhere.clamp_min(1)
+        # Without a real token the batch says nothing about covariance and entropy, and with one
+        # that is not finite it would destroy them; that token shows in the loss already.
+        sound = (everywhere > 0) & covariance.isfinite().all() & entropy.isfinite()
+        moved = self.covariance.lerp(covariance, 1 - _DECAY)
+        self.covariance.copy_(torch.where(sound, moved, self.covariance))
         image = self._image()
         length = torch.linalg.vector_norm(image)
         self.direction.copy_(torch.where(length > 0, image / length, self.direction))
@@ -230,7 +232,7 @@ class DDCLCodebook(Codebook):
             self.critical,
             self.codebook_size,
         )
-        self.temperature.copy_(torch.where(real, temperature, self.temperature))
+        self.temperature.copy_(torch.where(sound, temperature, self.temperature))
         if not torch.compiler.is_compiling():
             self._look_at_temperature()
 
