@@ -9,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import lpips
 import torch
 import tyro
 from einops import repeat
@@ -43,6 +44,7 @@ from softvq.program import (
     find_device,
     interruptions,
     is_first,
+    launched_processes,
     parse_flags,
     process_group,
     resume,
@@ -136,18 +138,24 @@ def train(name: str, run: Run) -> dict[str, Any]:
     images, test = load_images(run.data, "train"), load_images(run.data, "test")
     tell(f"{name}: {images.description}; {test.description}")
 
-    with process_group(device):
-        _check_shares(run, test)
-        torch.manual_seed(run.train.seed)
-        model = build_autoencoder(run.model).to(device)
-        if run.train.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        if is_first():
-            checkpoint.write_config(out, **sections)
-        _train_epochs(model, images, test, run)
-    if not is_first():
-        return {}
+    _check_shares(run, test)
+    with checkpoint.only_writer(out) if is_first() else nullcontext():
+        with process_group(device):
+            torch.manual_seed(run.train.seed)
+            model = build_autoencoder(run.model).to(device)
+            if run.train.channels_last:
+                model = model.to(memory_format=torch.channels_last)
+            if is_first():
+                checkpoint.write_config(out, **sections)
+            _train_epochs(model, images, test, run)
+        return _report(name, run, images, test, perceptual) if is_first() else {}
 
+
+def _report(
+    name: str, run: Run, images: ImageSet, test: ImageSet, perceptual: lpips.LPIPS | str
+) -> dict[str, Any]:
+    """Evaluates a run that is trained, draws its figures and writes its report."""
+    out, device = Path(run.out), find_device(run.device)
     model = checkpoint.load(out, device)
     if not isinstance(perceptual, str):
         perceptual = perceptual.to(device)
@@ -178,7 +186,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
 
 def _check_shares(run: Run, test: ImageSet) -> None:
     """Raises ValueError if the images cannot be shared out among the processes."""
-    count = distributed.process_count()
+    count = launched_processes()
     if run.train.batch_size % count:
         raise ValueError(
             f"{count} processes must divide the batch_size, got {run.train.batch_size}"

@@ -7,12 +7,14 @@ temporary name and renamed. What the training state means is known to `softvq.tr
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -24,7 +26,7 @@ from softvq.temperature import AnnealedTemperature, EntropyTemperature, FixedTem
 
 FORMAT = 1
 CONFIG, METRICS, MODEL = "config.json", "metrics.jsonl", "model.safetensors"
-STATE, REPORT = "state.safetensors", "report.json"
+STATE, REPORT, LOCK = "state.safetensors", "report.json", ".lock"
 
 
 class UnknownConfig(ValueError):
@@ -72,6 +74,24 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
             found, expected = tuple(given[name].shape), tuple(wanted[name].shape)
             raise ValueError(f"{name} has shape {found} in {path}; the model has {expected}")
     model.load_state_dict(given)
+
+
+@contextmanager
+def only_writer(run: str | os.PathLike) -> Iterator[None]:
+    """Keeps every other process out of a run folder, until this one is done or dead.
+
+    Raises ValueError if another one is in it.
+    """
+    Path(run).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(run) / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{run} is in use by another process") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_config(run: str | os.PathLike, **sections: Any) -> None:

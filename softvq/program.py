@@ -91,10 +91,15 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
+def launched_processes() -> int:
+    """Number of processes that torchrun started, joined already or not; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """Joins the processes that torchrun started, and parts them again; alone, does nothing."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launched_processes() == 1:
         yield
         return
     if device.type == "cuda":
@@ -108,7 +113,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 def refuse_processes(program: str) -> None:
     """Raises ValueError in a program that torchrun started although it knows no processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched_processes() > 1:
         raise ValueError(f"{program} runs in one process; start it without torchrun")
 
 

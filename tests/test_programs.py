@@ -71,7 +71,7 @@ def finished(tmp_path_factory) -> dict[str, Path]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.LOCK)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

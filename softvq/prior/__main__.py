@@ -88,7 +88,13 @@ def train_prior(options: Training) -> dict[str, Any]:
     Interrupted after SIGINT.
     """
     refuse_processes("softvq.prior")
+    checkpoint.read_config(options.run)
     out = Path(options.out or Path(options.run) / "prior")
+    with checkpoint.only_writer(out):
+        return _train(options, out)
+
+
+def _train(options: Training, out: Path) -> dict[str, Any]:
     device = find_device(options.device)
     model = checkpoint.load(options.run, device)
     data = stored_data(options.run)
