@@ -5,6 +5,7 @@ from softvq.autoencoder import VQVAEConfig as VQVAEConfig
 from softvq.autoencoder import VQVAEOutput as VQVAEOutput
 from softvq.checkpoint import load as load
 from softvq.checkpoint import save_model as save_model
+from softvq.export import without_custom_operators as without_custom_operators
 from softvq.hierarchical import HierarchicalVQVAE as HierarchicalVQVAE
 from softvq.hierarchical import HierarchicalVQVAEConfig as HierarchicalVQVAEConfig
 from softvq.quantizers import EMAVQ as EMAVQ

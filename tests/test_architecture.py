@@ -17,7 +17,7 @@ IDS = [str(path.relative_to(ROOT)) for path in LIBRARY]
 # Lowest first: a part imports from parts on lower levels, or from its own package
 LEVELS = [
     {"streaming", "distributed", "image_files", "metrics", "figures"},
-    {"ddcl", "data"},
+    {"ddcl", "data", "export"},
     {"temperature"},
     {"quantizers"},
     {"autoencoder", "readout"},
@@ -29,7 +29,7 @@ LEVELS = [
 ]
 # Parts that not every part above may use
 USERS = {
-    "streaming": {"ddcl"},
+    "streaming": {"ddcl", "export"},
     "image_files": {"data"},
     "data": {"evaluation", "training", "program", "prior"},
     "metrics": {"evaluation", "prior"},

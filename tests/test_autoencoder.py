@@ -249,6 +249,62 @@ for name, model in models.items():
     assert torch.equal(encode(-x), Encode(model)(-x)), name
     assert_close(decode(indices), Decode(model)(indices), msg=name)
 """
+# Other numbers of images than the one that was traced; 2 levels as well.
+ONNX = (
+    EXPORTED.split("for name")[0]
+    + """
+import io, os, tempfile
+import onnxruntime
+from softvq.export import without_custom_operators
+from softvq.hierarchical import HierarchicalVQVAE, HierarchicalVQVAEConfig
+
+
+class EncodeLevels(Encode):
+    def forward(self, x):
+        return tuple(level.indices for level in self.model.encode(x))
+
+
+class DecodeLevels(Encode):
+    def forward(self, *indices):
+        return self.model.decode_indices(indices)
+
+
+def run(program, *arguments):
+    batch = torch.export.Dim("batch")
+    shapes = [{0: batch} for _ in arguments]
+    if isinstance(program, DecodeLevels):
+        shapes = [tuple(shapes)]
+    exported = torch.export.export(program, arguments, dynamic_shapes=tuple(shapes))
+    exported = torch.onnx.export(without_custom_operators(exported), dynamo=True, verbose=False)
+    path = os.path.join(tempfile.mkdtemp(), "program.onnx")
+    exported.save(path)
+    session = onnxruntime.InferenceSession(path)
+
+    def call(*arguments):
+        names = [given.name for given in session.get_inputs()]
+        found = session.run(None, dict(zip(names, [a.numpy() for a in arguments], strict=True)))
+        return [torch.from_numpy(value) for value in found]
+
+    return call
+
+
+levels = [DDCLConfig(dim=8, codebook_size=size) for size in (8, 16)]
+models["two levels"] = HierarchicalVQVAE(
+    HierarchicalVQVAEConfig(hidden=16, residual_hidden=4, top=levels[0], bottom=levels[1])
+)
+models["two levels"](x)
+with torch.no_grad():
+    for name, model in models.items():
+        model.eval()
+        indices = EncodeLevels(model)(x)
+        encode, decode = run(EncodeLevels(model), x), run(DecodeLevels(model), *indices)
+        other = torch.cat([-x, x, x.flip(2)])
+        expected = EncodeLevels(model)(other)
+        assert all(map(torch.equal, encode(other), expected)), name
+        (images,) = decode(*expected)
+        assert_close(images, DecodeLevels(model)(*expected), rtol=1e-4, atol=1e-5, msg=name)
+"""
+)
 COMPILED = """
 for name in sys.argv[2:]:
     for training in (True, False):
@@ -275,6 +331,11 @@ def run_alone(script: str, *arguments: str) -> None:
 
 def test_exported_encoder_and_decoder_equal_eager():
     run_alone(EXPORTED)
+
+
+@pytest.mark.slow
+def test_encoder_and_decoder_in_onnxruntime_equal_eager():
+    run_alone(ONNX)
 
 
 @pytest.mark.slow

@@ -37,14 +37,14 @@ def test_the_wheel_ships_the_library_alone(wheel):
     assert wheel.name == "softvq-0.1.0-py3-none-any.whl"
 
 
-def test_the_wheel_needs_four_packages_and_offers_the_rest_as_extras(wheel):
+def test_the_wheel_needs_five_packages_and_offers_the_rest_as_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read("softvq-0.1.0.dist-info/METADATA").decode()
         names = archive.namelist()
     metadata = Parser().parsestr(text)
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
     packages = {line.split(">")[0].split(";")[0].strip() for line in needed}
-    assert packages == {"torch", "einops", "jaxtyping", "safetensors"}
+    assert packages == {"torch", "einops", "jaxtyping", "safetensors", "filelock"}
     assert {"train", "dev"} <= set(metadata.get_all("Provides-Extra"))
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "MIT"

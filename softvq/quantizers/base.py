@@ -280,7 +280,7 @@ def moments(z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None) -> dict[s
     """`mean` and `spread` of the real tokens, without gradient."""
     flat = rearrange(z.detach(), "... d -> (...) d")
     if mask is None:
-        count = max(len(flat), 1)
+        count = max(flat.shape[0], 1)  # len() would pin an exported batch
         mean = flat.sum(0) / count
         deviations = flat - mean
     else:
