@@ -140,7 +140,7 @@ def decode_config(content: Any, expected: Any) -> Any:
     name, classes = content.get("type"), _config_classes()
     if isinstance(expected, type) and not expected.__subclasses__():
         classes[expected.__name__] = expected
-    if name not in classes:
+    if not isinstance(name, str) or name not in classes:
         raise UnknownConfig(f"unknown configuration {name!r}; known are {', '.join(classes)}")
     config_class = classes[name]
     if not issubclass(config_class, expected):
@@ -175,12 +175,13 @@ def _decode_value(content: Any, expected: Any, name: str) -> Any:
     if origin is tuple and isinstance(content, list):
         item, *_ = get_args(expected)
         return tuple(_decode_value(value, item, name) for value in content)
+    if expected is float and type(content) is int:
+        return float(content)  # other writers of JSON say 1 for 1.0
     if origin is Literal:
         fits = content in get_args(expected)
     else:
-        fits = origin is not tuple and isinstance(
-            content, int | float if expected is float else expected
-        )
+        fits = origin is not tuple and isinstance(content, expected)
+        fits = fits and (expected is bool or not isinstance(content, bool))
     if not fits:
         raise ValueError(f"{name} cannot be {content!r}")
     return content
