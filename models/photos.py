@@ -13,20 +13,20 @@ PHOTOS = {
     "photos-ddcl": Experiment(
         model=VQVAEConfig(quantizer=DDCLConfig(dim=8, codebook_size=128), hidden=32),
         data=_DATA,
-        train=TrainConfig(epochs=6, batch_size=64, lr=1e-3, eps=0.1),
+        train=TrainConfig(epochs=6, batch_size=64, eps=0.1),
     ),
     "photos-vq": Experiment(
         model=VQVAEConfig(
             quantizer=StraightThroughConfig(dim=8, codebook_size=128), hidden=32, normalize=False
         ),
         data=_DATA,
-        train=TrainConfig(epochs=6, batch_size=64, lr=1e-3),
+        train=TrainConfig(epochs=6, batch_size=64),
     ),
     "photos-ema": Experiment(
         model=VQVAEConfig(
             quantizer=EMAConfig(dim=8, codebook_size=128), hidden=32, normalize=False
         ),
         data=_DATA,
-        train=TrainConfig(epochs=6, batch_size=64, lr=1e-3),
+        train=TrainConfig(epochs=6, batch_size=64),
     ),
 }

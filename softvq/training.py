@@ -29,7 +29,7 @@ class TrainConfig:
     """Passes over the training images."""
     batch_size: int = 128
     """Images in a step; the last batch of an epoch may be smaller."""
-    lr: float = 3e-4
+    lr: float = 1e-3
     """Learning rate of encoder and decoder at the start of the cosine."""
     eps: float = 1.0
     """lr / learning rate of the prototypes, in (0, 1]; 0.01 to 0.1 for DDCL."""

@@ -118,7 +118,7 @@ def naive_quantizer():
             for_codes = (fixed * (z.detach()[..., None, :] - p).square().sum(-1)).sum(-1).mean()
             for_encoder = (fixed * (z[..., None, :] - p.detach()).square().sum(-1)).sum(-1).mean()
             usage = q.mean((0, 1, 2))
-            loss = for_codes + 0.05 * (for_encoder - for_encoder.detach())
+            loss = for_codes + 0.25 * (for_encoder - for_encoder.detach())
             loss = loss / d + 0.1 * (usage * (usage * len(p)).log()).sum()
             return soft, hard, soft + z + (hard - soft - z).detach(), loss
         loss = 0.25 * (z - hard.detach()).square().mean()

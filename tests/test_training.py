@@ -66,7 +66,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_the_naive_formula(
     ):
         # The bias before the normalisation has no gradient but rounding
         scale = wanted.grad.abs().max().item() + 0.1 * largest
-        assert_close(parameter.grad, wanted.grad, rtol=1e-3, atol=1e-4 * scale)
+        assert_close(parameter.grad, wanted.grad, rtol=1e-3, atol=1e-3 * scale)
         # Adam's first step is lr along the sign of the gradient, softened by its 1e-8
         rate = 1e-2 if name.startswith("quantizer.") else 1e-3
         moved = wanted.data - rate * parameter.grad / (parameter.grad.abs() + 1e-8)

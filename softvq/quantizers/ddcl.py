@@ -45,7 +45,7 @@ class DDCLConfig(CodebookConfig):
     gradient: ddcl.Gradient = "detached"
     """How L_q is differentiated: with the weights fixed (soft k-means), or through them (full;
     twice the work)."""
-    commitment_weight: float = 0.05
+    commitment_weight: float = 0.25
     """The encoder's share of L_q / dim; the prototypes' share is 1."""
     usage_weight: float = 0.1
     """Weight of KL(mean weights || uniform)."""
