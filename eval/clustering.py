@@ -4,10 +4,11 @@ What made the clusters and features is in the experiments beside this file.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
@@ -17,9 +18,6 @@ from sklearn.metrics.cluster import contingency_matrix
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
-
-# Starts of k-means, of which the best is kept
-_STARTS = 10
 
 
 def clustering_scores(
@@ -49,23 +47,21 @@ def clustering_scores(
     }
 
 
-def build_kmeans(k: int, seed: int) -> KMeans:
-    """k-means that keeps the best of 10 starts."""
-    # scikit-learn's signature has the default "auto" alone.
-    return KMeans(k, n_init=_STARTS, random_state=seed)  # pyright: ignore[reportArgumentType]
+def kmeans(
+    rows: Float[Tensor, "n d"], k: int, seed: int, restarts: int
+) -> tuple[Callable[[Tensor], list[int]], float]:
+    """k-means on the rows, the best of `restarts` starts by its own loss.
 
-
-def kmeans(train: Tensor, test: Tensor, k: int, seed: int) -> tuple[list[int], list[int]]:
-    """Clusters of the rows of both, by k-means on `train` alone (the best of 10 starts).
-
-    Fewer than k if `train` has fewer distinct rows.
+    Returns what finds the clusters of any rows, and the loss: the mean squared distance of the
+    fitted rows to the centre of their cluster. Fewer than k clusters for fewer distinct rows.
     """
+    options: dict[str, Any] = {"n_init": restarts, "random_state": seed}
     with warnings.catch_warnings():
         # The report says how many clusters there are.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = build_kmeans(k, seed).fit(train.numpy())
-    assert model.labels_ is not None
-    return model.labels_.tolist(), np.asarray(model.predict(test.numpy())).tolist()
+        model = KMeans(k, **options).fit(rows.numpy())
+    assert model.inertia_ is not None
+    return (lambda x: np.asarray(model.predict(x.numpy())).tolist()), model.inertia_ / len(rows)
 
 
 def probe(

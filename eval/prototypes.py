@@ -63,7 +63,7 @@ class SavedReadout:
     """For each prototype of the first head, the nearest training tokens with their context."""
 
 
-def claim(folder: str, layer: DDCLReadout, corpus: Corpus) -> None:
+def claim(folder: Path, layer: DDCLReadout, corpus: Corpus) -> None:
     """Writes `config.json`. Raises ValueError if the folder holds another readout."""
     encoder = EncoderConfig(
         corpus.given_encoder, corpus.encoder.max_tokens, corpus.encoder.fingerprint()
@@ -71,13 +71,13 @@ def claim(folder: str, layer: DDCLReadout, corpus: Corpus) -> None:
     write_config(folder, readout=layer.config, encoder=encoder)
 
 
-def save_readout(folder: str, layer: DDCLReadout, corpus: Corpus, train: TokenFeatures) -> None:
+def save_readout(folder: Path, layer: DDCLReadout, corpus: Corpus, train: TokenFeatures) -> None:
     """Writes weights, centre and the nearest tokens, after `claim`."""
     assert train.center is not None  # as eval.text makes it
-    write_tensors(Path(folder) / MODEL, layer.state_dict())
-    write_tensors(Path(folder) / CENTER, {"center": train.center})
+    write_tensors(folder / MODEL, layer.state_dict())
+    write_tensors(folder / CENTER, {"center": train.center})
     near = nearest_tokens(layer, corpus.encoder, train, corpus.train_documents.texts[:_SEARCHED])
-    write_json(Path(folder) / PROTOTYPES, near)
+    write_json(folder / PROTOTYPES, near)
 
 
 def load_readout(folder: str) -> SavedReadout:

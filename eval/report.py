@@ -40,8 +40,10 @@ class ReportConfig:
     """Existing folder for the JSON object and the figure."""
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be different and 0 or more, got {self.seeds}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be given, each once, got {self.seeds}")
+        if not all(0 <= seed < 2**32 for seed in self.seeds):
+            raise ValueError(f"seeds must lie in [0, 2**32), got {self.seeds}")
         for name in ("threads", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

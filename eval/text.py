@@ -1,30 +1,28 @@
 """Readouts of a frozen text encoder compared: `python -m eval.text` prints one JSON object.
 
-Nothing is trained with labels but the linear probes. Data and features are in `eval.corpus`, the
-measures in `eval.clustering`, the layers that are trained in `eval.pooling`.
+Nothing is trained or chosen with labels but the linear probes. Data and features are in
+`eval.corpus`, the training of DDCL in `eval.cooling`, that of Slot Attention in `eval.pooling`.
 """
 
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-import tyro
 from einops import rearrange
 from torch import Tensor
 
-from eval.clustering import build_kmeans, clustering_scores, kmeans, probe
-from eval.cooling import Cooling, train_readout
+from eval.clustering import clustering_scores, kmeans, probe
+from eval.cooling import Cooling, fit_readout
 from eval.corpus import Corpus, CorpusConfig, load_corpus
-from eval.experiment import summarize
+from eval.experiment import SplitCheck, summarize
 from eval.features import TokenFeatures, centered_unit, first_token, mean_pool
 from eval.pooling import AttentionPooling, Layer, SlotAttention, train_layer
 from eval.prototypes import claim, save_readout
-from softvq.checkpoint import write_json
-from softvq.program import parse_flags, run_program
+from eval.report import check_positive, run_experiment
+from softvq.figures import Panel
 from softvq.readout import DDCLReadout, DDCLReadoutConfig
 from softvq.temperature import AnnealedTemperature
 
@@ -51,43 +49,29 @@ _PAPER_NOTE = (
     "the paper's encoder is a frozen BERT and its accuracy is not defined: neither how clusters "
     "are matched with classes nor what a document's cluster is"
 )
-# Tokens that k-means is fitted on
-_SAMPLE = 10_000
 # Documents that are read at once
 _READ = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextStudy(CorpusConfig):
-    """Options of the program."""
+    """Compares the readouts of a frozen encoder."""
 
-    data: str = "sst2"
-    """sst2, imdb or 20newsgroups, or a .tsv or .jsonl file (.xz or not) with text and label."""
     methods: tuple[Method, ...] = get_args(Method)
     """What is compared; `-cls`, `-mean` and `-tokens` say what is clustered: the first token, the
     mean of the tokens, or the tokens, a document's cluster then being the one with most of it."""
     codebook_size: int = 0
     """Prototypes, clusters, slots or seeds; 0 is the number of classes."""
     steps: int = 150
-    """Optimizer steps of everything that is trained."""
+    """Optimizer steps of Slot Attention and attention pooling."""
     batch_size: int = 64
-    """Documents in a step for what reads tokens."""
-    rows: int = 1024
-    """Documents in a step for what reads one vector a document."""
-    hottest: float = 0.7
-    """T / Tc of DDCL at the beginning; it falls geometrically over 70 % of the steps."""
-    coldest: float = 0.03
-    """T / Tc of DDCL at the end."""
-    equal_use: float = 3.0
-    """Weight of DDCL's prior that clusters are of equal size, in units of the temperature."""
-    out: str = ""
-    """Folder for the result and for the token readout of the first seed, which `eval.explain`
-    reads."""
+    """Documents in such a step."""
+    cooling: Cooling = field(default_factory=Cooling)
+    """How DDCL is trained; k-means has as many restarts."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        check_positive(self, "steps", "batch_size")
         if self.codebook_size != 0 and self.codebook_size < 2:
             raise ValueError(f"codebook_size must be 0 or at least 2, got {self.codebook_size}")
         if not self.methods:
@@ -144,46 +128,45 @@ def _pooled(corpus: Corpus, pool: Callable[[Tensor, Tensor], Tensor]) -> Pair:
 
 
 def readout(study: TextStudy, inputs: Inputs) -> DDCLReadout:
-    """A new readout that cools over the steps of the study."""
+    """A new readout, whose configuration says from where to where it is cooled."""
+    ends = AnnealedTemperature(start=study.cooling.hottest, end=study.cooling.coldest)
     config = DDCLReadoutConfig(
         dim=inputs.train.dim,
         codebook_size=inputs.k,
-        temperature=AnnealedTemperature(start=study.hottest, end=study.coldest),
-        usage_weight=0.0,  # the prior of `eval.cooling` is in its place
-        schedule_steps=study.steps,
+        temperature=ends,
+        usage_weight=0.0,
+        schedule_steps=study.cooling.steps,
     )
     return DDCLReadout.from_config(config)
 
 
-def _cooling(study: TextStudy, batch_size: int) -> Cooling:
-    return Cooling(steps=study.steps, batch_size=batch_size, equal_use=study.equal_use)
+def _kmeans(study: TextStudy, inputs: Inputs, features: Pair, seed: int) -> Row:
+    """k-means on one vector a document."""
+    find, loss = kmeans(features[0], inputs.k, seed, study.cooling.restarts)
+    train, test = features
+    return inputs.row((find(train), find(test))) | {"loss": loss}
 
 
-def _kmeans_documents(inputs: Inputs, features: Pair, seed: int) -> Row:
-    return inputs.row(kmeans(*features, inputs.k, seed))
-
-
-def _kmeans_tokens(inputs: Inputs, seed: int) -> Row:
+def _kmeans_tokens(study: TextStudy, inputs: Inputs, seed: int) -> Row:
     """k-means on tokens; a document belongs to the cluster of most of its tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    share = max(1, _SAMPLE * len(inputs.train) // inputs.train.tokens)
-    x, mask = inputs.train.padded(torch.randperm(len(inputs.train), generator=generator)[:share])
-    model = build_kmeans(inputs.k, seed).fit(x[mask].numpy())
+    find, loss = kmeans(inputs.train.sample(seed), inputs.k, seed, study.cooling.restarts)
     clusters: tuple[list[int], list[int]] = ([], [])
     for found, features in zip(clusters, (inputs.train, inputs.test), strict=True):
         for x, mask in features.batches(_READ):
             nearest = torch.zeros(mask.shape, dtype=torch.int64)
-            nearest[mask] = torch.as_tensor(model.predict(x[mask].numpy())).long()
+            nearest[mask] = torch.tensor(find(x[mask]))
             counts = torch.nn.functional.one_hot(nearest, inputs.k) * mask[..., None]
             found += counts.sum(1).argmax(-1).tolist()
-    return inputs.row(clusters)
+    return inputs.row(clusters) | {"loss": loss}
 
 
-def _ddcl_documents(study: TextStudy, inputs: Inputs, features: Pair, seed: int) -> Row:
+def _ddcl_documents(
+    study: TextStudy, inputs: Inputs, features: Pair, seed: int, check: SplitCheck
+) -> Row:
     """DDCL on documents of one token, their pooled features."""
     layer = readout(study, inputs)
+    loss = fit_readout(layer, features[0], study.cooling, seed, check)
     train, test = (TokenFeatures.of_rows(rows) for rows in features)
-    loss = train_readout(layer, train, _cooling(study, study.rows), seed)
     shares, summaries = _read(layer, (train, test))
     clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
     return inputs.row(clusters, summaries) | {"loss": loss}
@@ -203,20 +186,20 @@ def _read(layer: DDCLReadout, splits: tuple[TokenFeatures, TokenFeatures]) -> tu
     return (train[0], test[0]), (train[1], test[1])
 
 
-def _ddcl_tokens(study: TextStudy, inputs: Inputs, seed: int) -> dict[str, Row]:
+def _ddcl_tokens(study: TextStudy, inputs: Inputs, seed: int, check: SplitCheck) -> dict[str, Row]:
     """DDCL on tokens, and k-means on what it makes of documents."""
     layer = readout(study, inputs)
-    loss = train_readout(layer, inputs.train, _cooling(study, study.batch_size), seed)
+    loss = fit_readout(layer, inputs.train.sample(seed), study.cooling, seed, check)
     shares, summaries = _read(layer, (inputs.train, inputs.test))
     clusters = shares[0].argmax(-1).tolist(), shares[1].argmax(-1).tolist()
-    if study.out and seed == study.seeds[0]:
+    if study.out is not None and seed == study.seeds[0]:
         save_readout(study.out, layer, inputs.corpus, inputs.train)
     return {
         "ddcl-tokens": inputs.row(clusters) | {"loss": loss},
-        "ddcl-tokens, k-means on summary": inputs.row(
-            kmeans(*summaries, inputs.k, seed), summaries
-        ),
-        "ddcl-tokens, k-means on histogram": inputs.row(kmeans(*shares, inputs.k, seed), shares),
+        "ddcl-tokens, k-means on summary": _kmeans(study, inputs, summaries, seed)
+        | {"probe": inputs.probe(summaries)},
+        "ddcl-tokens, k-means on histogram": _kmeans(study, inputs, shares, seed)
+        | {"probe": inputs.probe(shares)},
     }
 
 
@@ -232,21 +215,24 @@ def _attention(
             features.pooled(lambda x, mask: layer(x, mask).summary)
             for features in (inputs.train, inputs.test)
         )
-    return inputs.row(kmeans(train, test, inputs.k, seed), (train, test)) | {"loss": loss}
+    row = _kmeans(study, inputs, (train, test), seed)
+    return row | {"loss": loss, "probe": inputs.probe((train, test))}
 
 
-def measure(study: TextStudy, inputs: Inputs, method: Method, seed: int) -> dict[str, Row]:
+def measure(
+    study: TextStudy, inputs: Inputs, method: Method, seed: int, check: SplitCheck
+) -> dict[str, Row]:
     """The rows of the result that a method gives for a seed, by name."""
     features = inputs.cls if method.endswith("-cls") else inputs.mean
     match method:
         case "kmeans-cls" | "kmeans-mean":
-            return {method: _kmeans_documents(inputs, features, seed)}
+            return {method: _kmeans(study, inputs, features, seed)}
         case "kmeans-tokens":
-            return {method: _kmeans_tokens(inputs, seed)}
+            return {method: _kmeans_tokens(study, inputs, seed)}
         case "ddcl-cls" | "ddcl-mean":
-            return {method: _ddcl_documents(study, inputs, features, seed)}
+            return {method: _ddcl_documents(study, inputs, features, seed, check)}
         case "ddcl-tokens":
-            return _ddcl_tokens(study, inputs, seed)
+            return _ddcl_tokens(study, inputs, seed, check)
         case "slot-attention":
             return {method: _attention(study, inputs, SlotAttention, seed)}
         case "attention-pooling":
@@ -274,32 +260,27 @@ def against_kmeans(summaries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def run(study: TextStudy, command: Sequence[str]) -> dict[str, Any]:
-    """The whole comparison, written to `out` as well if that is given."""
+def text(study: TextStudy) -> tuple[dict[str, Any], Sequence[Panel]]:
+    """The whole comparison, ready for JSON, and the panels of its figure."""
     start = time.perf_counter()
-    inputs = prepare(study)
-    if study.out:
+    inputs, check = prepare(study), SplitCheck()
+    if study.out is not None:
         claim(study.out, readout(study, inputs), inputs.corpus)
     encoded = time.perf_counter()
     rows: dict[str, list[Row]] = {}
     for seed in study.seeds:
         for method in study.methods:
             began = time.perf_counter()
-            for name, row in measure(study, inputs, method, seed).items():
+            for name, row in measure(study, inputs, method, seed, check).items():
                 rows.setdefault(name, []).append(row | {"seconds": time.perf_counter() - began})
+            print(f"seed {seed}: {method}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     summaries = {name: summarize(part) for name, part in rows.items()}
-    result = {
-        "command": " ".join(["python -m eval.text", *command]),
+    report = {
         "data": study.data,
         **inputs.corpus.description(),
         "codebook_size": inputs.k,
-        "seeds": list(study.seeds),
-        "recipe": {
-            "steps": study.steps,
-            "hottest": study.hottest,
-            "coldest": study.coldest,
-            "equal_use": study.equal_use,
-        },
+        "cooling": asdict(study.cooling),
+        "split": vars(check),
         "seconds_to_load": encoded - start,
         "methods": summaries,
         "probe_of_cls": inputs.probe(inputs.cls),
@@ -308,19 +289,16 @@ def run(study: TextStudy, command: Sequence[str]) -> dict[str, Any]:
         "paper": _PAPER.get(study.data, {}),
         "paper_note": _PAPER_NOTE,
     }
-    if study.out:
-        write_json(Path(study.out) / "text.json", result)
-    return result
+    series = {
+        name: (list(study.seeds), [[row["test/accuracy"] for row in part]])
+        for name, part in rows.items()
+    }
+    return report, [Panel(f"{study.data}, K={inputs.k}", "seed", "accuracy (one to one)", series)]
 
 
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
-
-    def action() -> dict[str, Any]:
-        study = parse_flags(lambda: tyro.cli(TextStudy, args=arguments, description=__doc__))
-        return run(study, arguments)
-
-    return run_program(action)
+    return run_experiment("text", TextStudy, text, arguments, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_the_program_writes_report_and_figure(tmp_path, capsys):
         (("--tokens", "33"), "tokens must be even and at least twice the largest dim plus 2"),
         (("--dims", "0"), "dims must be positive and finite, got 0"),
         (("--codes", "1"), "codes must be at least 2, got 1"),
-        (("--seeds", "1", "1"), "seeds must be different and 0 or more, got (1, 1)"),
+        (("--seeds", "1", "1"), "seeds must be given, each once, got (1, 1)"),
         (("--processes", "0"), "processes must be at least 1, got 0"),
         (("--out", "/no/such/folder"), "out must be an existing folder, got /no/such/folder"),
         (("--colour", "red"), "--colour"),

@@ -137,11 +137,12 @@ def error_line(captured) -> str:
 
 
 def test_the_program_scores_all_methods(tmp_path, capsys):
-    flags = ["--seeds", "0", "1", "--objects", "120", "--steps", "15", "--restarts", "2"]
+    flags = ["--seeds", "0", "1", "--objects", "120", "--cooling.steps", "15"]
+    flags += ["--cooling.restarts", "2"]
     assert debris.main([*flags, "--out", str(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {path.name for path in tmp_path.iterdir()} == {"debris.json", "debris.png"}
-    assert report["split"] == {"checks": 30, "violations": 0} | {
+    assert report["split"] == {"checks": 60, "violations": 0} | {
         "largest": report["split"]["largest"]
     }
     assert report["scores"].keys() == {"ddcl", "kmeans", "gaussian_mixture"}
@@ -160,7 +161,7 @@ def test_the_program_reads_a_catalogue(tmp_path, capsys):
     orbits = synthetic_orbits(60, (1, 1, 1, 1), seed=0)
     rows = zip(orbits.apogee, orbits.perigee, orbits.inclination, strict=True)
     path.write_text(HEADER + "".join(line(*row) for row in rows) + line("", "", ""))
-    flags = ["--catalogue", str(path), "--seeds", "0", "--steps", "5", "--restarts", "1"]
+    flags = ["--catalogue", str(path), "--seeds", "0", "--cooling.steps", "9"]
     assert debris.main(flags) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["catalogue"] == str(path)
@@ -172,11 +173,11 @@ def test_the_program_reads_a_catalogue(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (("--end", "2"), "end must be at most start = 1.2, got 2.0"),
+        (("--cooling.coldest", "2"), "0 < coldest <= hottest, got 0.5, 2.0"),
         (("--objects", "3"), "objects must be at least codes, got 3"),
         (("--shares", "odd"), "odd"),
         (("--catalogue", "nowhere.csv"), "nowhere.csv cannot be read"),
-        (("--steps", "0"), "steps must be positive and finite, got 0"),
+        (("--cooling.steps", "0"), "steps must be at least 1, got 0"),
     ],
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(capsys, flags, complaint):

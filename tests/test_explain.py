@@ -56,8 +56,10 @@ def readout(bert, tmp_path_factory):
     ]  # fmt: skip
     (folder / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = ["--data", str(folder / "d.jsonl"), "--encoder", bert, "--cache", str(folder / "cache")]
-    given += ["--max-tokens", "20", "--methods", "ddcl-tokens", "--seeds", "0", "--steps", "10"]
+    given += ["--max-tokens", "20", "--methods", "ddcl-tokens", "--seeds", "0"]
+    given += ["--cooling.steps", "20", "--cooling.restarts", "2"]
     given += ["--codebook-size", "4", "--out", str(folder / "run")]
+    (folder / "run").mkdir()
     assert text.main(given) == 0
     return folder / "run"
 

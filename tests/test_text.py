@@ -13,8 +13,10 @@ import torch
 from torch.testing import assert_close
 
 from eval import text
+from eval.cooling import Cooling
 from eval.corpus import CorpusConfig
 from eval.documents import load_documents
+from eval.experiment import SplitCheck
 from eval.features import (
     Encoder,
     TokenFeatures,
@@ -123,7 +125,8 @@ def test_centered_features_have_no_common_part_and_unit_mean_square():
 
 
 def study(**options) -> text.TextStudy:
-    return text.TextStudy(**{"seeds": (0,), "steps": 60, "batch_size": 20, **options})
+    few = {"seeds": (0,), "steps": 60, "batch_size": 20, "cooling": Cooling(steps=20, restarts=3)}
+    return text.TextStudy(**few | options)
 
 
 def planted_inputs() -> text.Inputs:
@@ -145,8 +148,11 @@ def planted_inputs() -> text.Inputs:
 @pytest.mark.parametrize("method", text.get_args(text.Method))
 @pytest.mark.parametrize("seed", [0, 1])
 def test_planted_clusters_are_found_by_every_method(method, seed):
-    rows = text.measure(study(), planted_inputs(), method, seed)
+    check = SplitCheck()
+    rows = text.measure(study(), planted_inputs(), method, seed, check)
     assert method in rows
+    assert check.checks == (20 * 3 if method.startswith("ddcl") else 0)
+    assert check.violations == 0
     for name, row in rows.items():
         assert row["test/accuracy"] == row["test/majority"] == row["test/nmi"] == 1, name
         assert row.get("probe", 1) == 1
@@ -236,7 +242,9 @@ def flags(bert, word_file, tmp_path) -> list[str]:
 
 def test_the_program_prints_and_writes_one_result(bert, word_file, tmp_path, capsys):
     out = tmp_path / "out"
+    out.mkdir()
     given = [*flags(bert, word_file, tmp_path), "--seeds", "0", "1", "--steps", "5"]
+    given += ["--cooling.steps", "10", "--cooling.restarts", "2"]
     assert text.main([*given, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
@@ -244,6 +252,8 @@ def test_the_program_prints_and_writes_one_result(bert, word_file, tmp_path, cap
     assert result["codebook_size"] == result["classes"] == 2
     assert result["train_documents"] + result["test_documents"] == 40
     assert set(text.get_args(text.Method)) <= result["methods"].keys()
+    # Two seeds of three methods, each of two starts of ten steps
+    assert (result["split"]["checks"], result["split"]["violations"]) == (120, 0)
     for row in result["methods"].values():
         assert 0.5 <= row["test/majority"]["mean"] <= 1
         assert row["test/nmi"]["sd"] >= 0
@@ -253,7 +263,7 @@ def test_the_program_prints_and_writes_one_result(bert, word_file, tmp_path, cap
     written = {path.name for path in out.iterdir()}
     assert written == {
         *("config.json", "model.safetensors", "center.safetensors"),
-        *("prototypes.json", "text.json"),
+        *("prototypes.json", "text.json", "text.png"),
     }
 
 
@@ -268,10 +278,11 @@ def test_the_program_prints_and_writes_one_result(bert, word_file, tmp_path, cap
         ({"train-documents": -1}, "number of documents must be 0"),
         ({"codebook-size": 1}, "codebook_size must be 0 or at least 2, got 1"),
         ({"codebook-size": 100}, "100 clusters need as many training documents"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be positive and finite, got 0"),
+        ({"seeds": 2**32}, r"seeds must lie in \[0, 2\*\*32\)"),
         ({"methods": "magic"}, "magic"),
         ({"device": "abacus"}, "device 'abacus' cannot be used"),
-        ({"coldest": 0.9}, "start and end need 0 < end <= start"),
+        ({"cooling.coldest": 2}, "hottest and coldest need 0 < coldest <= hottest"),
     ],
 )
 def test_a_users_mistake_is_one_line(bert, word_file, tmp_path, capsys, changed, message):
@@ -301,4 +312,4 @@ def test_without_the_default_encoder_the_message_says_how_to_get_one(monkeypatch
 
 def test_seeds_are_given_once_each():
     with pytest.raises(ValueError, match="each once"):
-        CorpusConfig(seeds=(1, 1)).check()
+        CorpusConfig(seeds=(1, 1))
