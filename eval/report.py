@@ -37,7 +37,7 @@ class ReportConfig:
     processes: int = 1
     """Processes that share the cases, where an experiment has many; results do not depend on it."""
     out: Path | None = None
-    """Existing folder for the JSON object and the figure."""
+    """Folder for the JSON object and the figure; made if it does not exist."""
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -47,8 +47,6 @@ class ReportConfig:
         for name in ("threads", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.out is not None and not self.out.is_dir():
-            raise ValueError(f"out must be an existing folder, got {self.out}")
 
 
 Case = TypeVar("Case")
@@ -109,6 +107,11 @@ def run_experiment(
         config = parse_flags(
             lambda: tyro.cli(config_class, args=arguments, description=description)
         )
+        if config.out is not None:
+            try:  # before hours of work, not after
+                config.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"out must be a folder, got {config.out} ({error})") from None
         torch.set_num_threads(config.threads)
         start = time.perf_counter()
         report, panels = experiment(config)
