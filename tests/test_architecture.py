@@ -187,3 +187,38 @@ def test_the_readmes_python_runs_from_top_to_bottom(python):
     if not blocks:
         pytest.skip("the README shows no Python")
     python("-c", "\n".join(blocks))
+
+
+TESTS = sorted((ROOT / "tests").glob("*.py"))
+# What raises if something is wrong
+CHECKS = ("assert", "raises", "warns", "opcheck")
+
+
+def asserting(tree: ast.Module, shared: set[str]) -> set[str]:
+    """Functions of a module that assert, by themselves or through others of it or of `shared`."""
+    functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    found = set(shared)
+    for name, function in functions.items():
+        for node in ast.walk(function):
+            called = node.func if isinstance(node, ast.Call) else None
+            called_name = getattr(called, "attr", getattr(called, "id", ""))
+            if isinstance(node, ast.Assert) or called_name.startswith(CHECKS):
+                found.add(name)
+    while True:
+        users = {
+            name
+            for name, function in functions.items()
+            if found & {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+            or found & {argument.arg for argument in function.args.args}
+        }
+        if users <= found:
+            return found
+        found |= users
+
+
+@pytest.mark.parametrize("path", TESTS, ids=[path.name for path in TESTS])
+def test_every_test_asserts_something(path):
+    shared = asserting(ast.parse((ROOT / "tests" / "conftest.py").read_text()), set())
+    tree = ast.parse(path.read_text())
+    names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    assert {name for name in names if name.startswith("test_")} <= asserting(tree, shared)

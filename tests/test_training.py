@@ -351,4 +351,7 @@ def test_a_recipe_out_of_bounds_is_refused(field, value, bounds):
 
 
 def test_the_bounds_of_a_recipe_belong_to_it():
-    TrainConfig(epochs=1, batch_size=1, lr=1e-30, eps=1.0, seed=2**32 - 1, precision="bfloat16")
+    least = dict(epochs=1, batch_size=1, lr=1e-30)
+    config = TrainConfig(**least, eps=1.0, seed=2**32 - 1, precision="bfloat16")
+    assert {name: getattr(config, name) for name in least} == least
+    assert (config.eps, config.seed, config.precision) == (1.0, 2**32 - 1, "bfloat16")
