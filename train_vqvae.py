@@ -62,6 +62,7 @@ from softvq.training import (
     pixel_variance,
     prepare,
     set_learning_rate,
+    settle,
     train_step,
 )
 
@@ -206,6 +207,7 @@ def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run
     with interruptions() as interrupted, _tensorboard(run, out) as board:
         for progress in _epochs(model, optimizer, images, run, begun, interrupted):
             sums = progress.sums.joined()
+            settle(model, images)
             record = {
                 "epoch": progress.epoch,
                 "steps": steps * progress.epoch,

@@ -3,6 +3,7 @@ What is logged is in `softvq.evaluation`; loop, files and printing are in the pr
 
 import math
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,13 +13,15 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from softvq import distributed
-from softvq.autoencoder import Autoencoder, NetworkConfig, VQVAEConfig, VQVAEOutput
+from softvq.autoencoder import Autoencoder, LatentNorm, NetworkConfig, VQVAEConfig, VQVAEOutput
 from softvq.data import DataConfig, ImageSet, float_batches, to_float
 from softvq.evaluation import Sums
 from softvq.quantizers import DDCLCodebook, codebooks, param_groups
 
 # Tokens for every code in the buffer that a codebook starts from.
 _TOKENS_PER_CODE = 16
+# Images whose latents say what the statistics are when a model is evaluated
+_SETTLING_IMAGES = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +106,43 @@ def _first_latents(
     model: Autoencoder, images: ImageSet, level: int, codebook_size: int
 ) -> Float[Tensor, "n d"]:
     """Tokens of a level, some for each of its codes; running statistics become their plain mean."""
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    latents, wanted = [], _TOKENS_PER_CODE * codebook_size
+    with _plain_means(model):
+        for x in float_batches(images, next(model.parameters()).device):
+            own = model.latents(distributed.share(x), level)
+            latents.append(distributed.joined(rearrange(own, "b h w d -> (b h w) d")))
+            if sum(map(len, latents)) >= wanted:
+                break
+    return torch.cat(latents)
+
+
+@torch.no_grad()
+def settle(model: Autoencoder, images: ImageSet) -> None:
+    """Sets the running statistics of the latents to their plain means over the first images.
+
+    Moving averages lag behind an encoder that learns fast, by enough to cost a decibel in
+    evaluation. Leaves the model in training mode; a collective where processes train together.
+    """
+    model.train()
+    if not any(isinstance(module, LatentNorm) for module in model.modules()):
+        return
+    first = torch.arange(min(len(images), _SETTLING_IMAGES))
+    with _plain_means(model):
+        for x in float_batches(images, next(model.parameters()).device, first):
+            model.latents(distributed.share(x), len(codebooks(model)) - 1)
+
+
+@contextmanager
+def _plain_means(model: Autoencoder) -> Iterator[None]:
+    """Lets the running statistics start anew, as plain means of all batches that follow."""
+    norms = [module for module in model.modules() if isinstance(module, LatentNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        # A plain mean: a moving one would remember for long that the variance started at 1.
         norm.momentum = None
-    latents, wanted = [], _TOKENS_PER_CODE * codebook_size
-    for x in float_batches(images, next(model.parameters()).device):
-        own = model.latents(distributed.share(x), level)
-        latents.append(distributed.joined(rearrange(own, "b h w d -> (b h w) d")))
-        if sum(map(len, latents)) >= wanted:
-            break
+        norm.num_batches_tracked.zero_()
+    yield
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    return torch.cat(latents)
 
 
 def epoch_order(items: Sized, seed: int, epoch: int) -> Tensor:

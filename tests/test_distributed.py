@@ -151,7 +151,7 @@ def test_collectives_are_those_of_the_joined_rows(two):
         assert (found["gradient"] == 3 * 2 * rows.sum()).all()
         assert found["count"] == 6
         assert found["any"] == [True, False]
-        # (0 + 2 + 10) / 3: neither 1 and 10, nor the mean 5.5 of the two means
+        # C11: (0 + 2 + 10) / 3, neither 1 and 10, nor the mean 5.5 of the two means
         assert found["averages"].tolist() == [[4.0]]
         assert torch.equal(found["share"], rows[3 * rank : 3 * rank + 3])
 

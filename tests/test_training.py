@@ -17,11 +17,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from softvq import data, training
-from softvq.autoencoder import VQVAE
+from softvq.autoencoder import VQVAE, LatentNorm, VQVAEConfig
 from softvq.checkpoint import read_tensors, write_tensors
 from softvq.data import to_float
 from softvq.evaluation import Sums, add_step, train_record
-from softvq.quantizers import EMAVQ, DDCLCodebook, StraightThroughVQ
+from softvq.hierarchical import HierarchicalVQVAEConfig, build_autoencoder
+from softvq.quantizers import EMAVQ, DDCLCodebook, DDCLConfig, StraightThroughVQ
 from softvq.training import NonFiniteLoss, TrainConfig
 
 RECIPE = TrainConfig(epochs=2, batch_size=16, lr=1e-3, eps=0.1)
@@ -246,6 +247,40 @@ def test_prepare_gives_running_statistics_that_are_plain_means(noise_images, mon
     assert model.norm.momentum == 0.1
     assert not model.quantizer.prototypes.grad
     assert model.norm.running_mean.grad_fn is None
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_settled_statistics_are_those_of_the_first_images_now(noise_images, monkeypatch, levels):
+    monkeypatch.setattr(data, "_FLOAT_BATCH", 16)
+    monkeypatch.setattr(training, "_SETTLING_IMAGES", 32)
+    images, codes = noise_images(80), DDCLConfig(dim=4, codebook_size=8)
+    torch.manual_seed(0)
+    config = (
+        VQVAEConfig(hidden=6, quantizer=codes),
+        HierarchicalVQVAEConfig(hidden=6, top=codes, bottom=codes),
+    )[levels - 1]
+    model = build_autoencoder(config)
+    training.prepare(model, images, total_steps=30)
+    norms = [module for module in model.modules() if isinstance(module, LatentNorm)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # the statistics move with the weights
+    for norm in norms:
+        norm.running_mean.fill_(7.0)
+    training.settle(model, images)
+    settled = [(norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]
+    seen = []
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    with torch.no_grad():
+        for start in (0, 16):
+            model.latents(to_float(images.pixels[start : start + 16]), levels - 1)
+    for number, (mean, variance) in enumerate(settled):
+        parts = seen[number::levels]
+        assert len(parts) == 2
+        assert_close(mean, torch.stack([z.mean((0, 2, 3)) for z in parts]).mean(0))
+        assert_close(variance, torch.stack([z.var((0, 2, 3)) for z in parts]).mean(0))
+        assert norms[number].momentum == 0.1
 
 
 def test_fewer_images_than_the_start_wants_are_all_used(tiny_config, noise_images):
