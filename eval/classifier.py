@@ -61,7 +61,7 @@ class ClassifierConfig:
 class ClassifierTrainConfig:
     """The recipe: AdamW, a linear warm-up and a cosine to zero, images mirrored and moved."""
 
-    epochs: int = 15
+    epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 128
     """Images in a step."""
@@ -177,7 +177,8 @@ def train_classifier(options: Training) -> dict[str, Any]:
         print(f"{out} is finished", file=sys.stderr)
         return checkpoint.read_json(out / checkpoint.REPORT)
     torch.manual_seed(options.train.seed)
-    classifier = Classifier(config).to(device)
+    # Channels last makes the convolutions a quarter faster on a CPU.
+    classifier = Classifier(config).to(device, memory_format=torch.channels_last)
     _train_epochs(classifier, train, test, options.train, out)
     records = checkpoint.read_records(out)
     report = {
@@ -243,9 +244,7 @@ def _train_epochs(
                     bar.update()
                     if interrupted():
                         seconds += time.monotonic() - started
-                        save_state(
-                            out, classifier, optimizer, Progress(epoch, step, seconds, sums)
-                        )
+                        save_state(out, classifier, optimizer, Progress(epoch, step, seconds, sums))
                         raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
             seconds += time.monotonic() - started
             record = {
@@ -278,7 +277,8 @@ def _train_step(
 ) -> Tensor:
     """One update by the cross-entropy, which is returned."""
     device = next(classifier.parameters()).device
-    logits = classifier(augment(to_float(pixels.to(device))))
+    x = augment(to_float(pixels.to(device)))
+    logits = classifier(x.contiguous(memory_format=torch.channels_last))
     loss = F.cross_entropy(logits, labels.to(device))
     if not loss.isfinite():
         raise NonFiniteLoss(f"the loss is {loss.item()}")

@@ -194,9 +194,7 @@ def sample_images(config: SampleConfig) -> dict[str, Any]:
     started = time.perf_counter()
     drawn = draw(generative, labels, config, config.seed, given)
     seconds = time.perf_counter() - started
-    stem = config.out or str(
-        Path(config.run) / ("samples" if originals is None else "completions")
-    )
+    stem = config.out or str(Path(config.run) / ("samples" if originals is None else "completions"))
     arrays = {
         "images": rearrange(drawn.pixels, "b c h w -> b h w c").numpy(),
         "labels": labels.numpy(),
