@@ -40,7 +40,7 @@ class Evaluation:
 def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
     """The measures of the test split. Raises ValueError for a run or data that cannot be used."""
     device = find_device(evaluation.device)
-    model = _load(evaluation.run, device)
+    model = load_run(evaluation.run, device)
     trained_on = stored_data(evaluation.run)
     if not (trained_on or evaluation.data):
         raise ValueError(f"{evaluation.run} does not say what it was trained on; give --data")
@@ -63,8 +63,8 @@ def reconstruct(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _load(run: str, device: torch.device) -> Autoencoder:
-    """The model of a run, which may be one of a peer."""
+def load_run(run: str, device: torch.device) -> Autoencoder:
+    """The model of a run, which may be one of a peer, in eval mode."""
     try:
         return checkpoint.load(run, device)
     except checkpoint.UnknownConfig:

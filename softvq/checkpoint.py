@@ -192,7 +192,7 @@ def write_tensors(
 ) -> None:
     """One safetensors file, whole or not at all."""
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    _write(path, save(contiguous, dict(metadata or {})))
+    write_bytes(path, save(contiguous, dict(metadata or {})))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -213,7 +213,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """One text file, whole or not at all."""
-    _write(path, text.encode())
+    write_bytes(path, text.encode())
 
 
 def read_json(path: Path) -> Any:
@@ -252,7 +252,8 @@ def strict(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
+    """One file, whole or not at all; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

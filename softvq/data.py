@@ -19,6 +19,7 @@ from softvq.image_files import (
     Pictures,
     Split,
     decode_all,
+    every_file,
     hash_order,
     open_store,
     refuse,
@@ -141,9 +142,27 @@ def load_images(config: DataConfig, split: Split) -> ImageSet:
         for _ in checked:  # damage is to be found now and not in the middle of the training
             pass
         return ImageStream(pictures, config.workers, f"{pictures.origin}, streamed")
+    return _in_memory(pictures, checked)
+
+
+def load_files(source: str, count: int, image_size: int) -> ImageArray:
+    """The first `count` images of a folder or zip, by path and whatever split they are in.
+
+    Raises ValueError for a source that does not exist, holds fewer images or has some among them
+    that cannot be decoded.
+    """
+    pictures = every_file(open_store(source), source, image_size)
+    if not 1 <= count <= len(pictures):
+        raise ValueError(f"{source} holds {len(pictures)} images, got {count} to take")
+    pictures = replace(pictures, names=pictures.names[:count])
+    return _in_memory(pictures, decode_all(pictures, workers=0))
+
+
+def _in_memory(pictures: Pictures, decoded: Iterator[Batch]) -> ImageArray:
+    shape = (len(pictures), 3, pictures.size, pictures.size)
     pixels = torch.empty(shape, dtype=torch.uint8)
     start = 0
-    for batch in checked:
+    for batch in decoded:
         pixels[start : start + len(batch)] = batch
         start += len(batch)
     labels = [pictures.label(name) for name in pictures.names]

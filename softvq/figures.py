@@ -183,6 +183,26 @@ def reconstructions(rows: Mapping[str, Float[Tensor, "b c h w"]], path: str | os
     return _write(figure, path)
 
 
+def samples(
+    images: Float[Tensor, "b c h w"], columns: int, caption: str, path: str | os.PathLike
+) -> Path:
+    """Images in [-1, 1] row by row below a caption; returns the path written.
+
+    Pixels are enlarged by a whole factor; values outside the range are clipped. Raises as
+    `reconstructions` does, and for fewer than one column. The folder of `path` must exist.
+    """
+    _check_images(images)
+    if columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+    scale = max(1, round(64 / images.shape[2]))
+    picture = _grid(_pixels(images, scale), columns)
+    # Room for the caption, at about 8 pixels a letter
+    side = max(8, (8 * len(caption) - picture.shape[1]) // 2)
+    figure = _framed(picture, left=side, right=side, top=36)
+    figure.text(0.5, 1 - 9 / figure.bbox.height, caption, fontsize=11, ha="center", va="top")
+    return _write(figure, path)
+
+
 def atlas(
     decoded: Float[Tensor, "k c h w"], usage: Num[Tensor, " k"], path: str | os.PathLike
 ) -> Path:

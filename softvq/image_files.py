@@ -170,12 +170,7 @@ def stored_files(store: Folder | Zip, source: str, split: Split, size: int) -> P
 
     Raises ValueError, about `source`, for too few images or an unfinished split into folders.
     """
-    entries = [entry for entry in store.entries() if not _is_hidden(entry)]
-    images = [entry for entry in entries if PurePosixPath(entry).suffix.lower() in EXTENSIONS]
-    if not images:
-        raise ValueError(f"{source} holds 0 images; endings read are {' '.join(EXTENSIONS)}")
-    wrapper = _wrapping_folder(images)
-    images = [image.removeprefix(wrapper) for image in images]
+    entries, wrapper, images = _listed(store, source)
     tops = {_top(entry.removeprefix(wrapper)) for entry in entries}
     if {"train", "test"} <= tops:
         parts = {part: [i for i in images if _top(i) == part] for part in ("train", "test")}
@@ -189,6 +184,26 @@ def stored_files(store: Folder | Zip, source: str, split: Split, size: int) -> P
         raise ValueError(f"{source} gives {counts} images; both need at least 1")
     read = partial(_open_file, store.read, wrapper)
     return Pictures(parts[split], read, _class_folder, size, f"{source} ({rule})")
+
+
+def every_file(store: Folder | Zip, source: str, size: int) -> Pictures:
+    """All image files of a store, whatever its folders are, sorted by path.
+
+    Raises ValueError, about `source`, if there are none.
+    """
+    _, wrapper, images = _listed(store, source)
+    read = partial(_open_file, store.read, wrapper)
+    return Pictures(sorted(images), read, _class_folder, size, source)
+
+
+def _listed(store: Folder | Zip, source: str) -> tuple[list[str], str, list[str]]:
+    """(all entries, the folders that hold all images, the images without these)."""
+    entries = [entry for entry in store.entries() if not _is_hidden(entry)]
+    images = [entry for entry in entries if PurePosixPath(entry).suffix.lower() in EXTENSIONS]
+    if not images:
+        raise ValueError(f"{source} holds 0 images; endings read are {' '.join(EXTENSIONS)}")
+    wrapper = _wrapping_folder(images)
+    return entries, wrapper, [image.removeprefix(wrapper) for image in images]
 
 
 def _hash_split(images: list[str]) -> dict[str, list[str]]:

@@ -191,6 +191,36 @@ def hostile(tmp_path):
     return (pickle.dumps(_Touch(trace)), file.getvalue()), trace
 
 
+@pytest.fixture(scope="session", params=["flat", "2level"])
+def generative_run(request, tmp_path_factory) -> Path:
+    """A run folder of a tokenizer with its first prototypes for 16 x 16 images of two classes, and
+    a prior of one epoch in it."""
+    import torch
+
+    from softvq import DDCLConfig, HierarchicalVQVAEConfig, VQVAEConfig, checkpoint
+    from softvq.data import DataConfig, load_images
+    from softvq.hierarchical import build_autoencoder
+    from softvq.prior.__main__ import Training, train_prior
+    from softvq.prior.training import PriorTrainConfig
+    from softvq.training import prepare
+
+    codes = DDCLConfig(dim=4, codebook_size=6)
+    config = {
+        "flat": VQVAEConfig(quantizer=codes, hidden=8),
+        "2level": HierarchicalVQVAEConfig(top=codes, bottom=codes, hidden=8),
+    }[request.param]
+    run = tmp_path_factory.mktemp(request.param)
+    data = DataConfig(source="photos", image_size=16, train_images=16, test_images=8, workers=0)
+    torch.manual_seed(0)
+    model = build_autoencoder(config)
+    prepare(model, load_images(data, "train"), 10)
+    checkpoint.save_model(run, model, data=data)
+    recipe = PriorTrainConfig(epochs=1, batch_size=8)
+    small = dict(width=16, depth=1, heads=2, device="cpu")
+    train_prior(Training(run=str(run), train=recipe, **small))
+    return run
+
+
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory) -> str:
     """Folder of a BERT of two layers and random weights, with a vocabulary of six words."""

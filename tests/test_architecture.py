@@ -38,7 +38,7 @@ USERS = {
 # The extras `train` and `text`, under the names that are imported
 EXTRA = (
     *("torchvision", "torchmetrics", "lpips", "matplotlib", "tqdm", "tyro", "sklearn", "PIL"),
-    *("tensorboard", "transformers"),
+    *("tensorboard", "transformers", "torch_fidelity"),
 )
 
 

@@ -14,6 +14,7 @@ from softvq.data import (
     ImageArray,
     ImageStream,
     float_batches,
+    load_files,
     load_images,
     to_float,
     to_uint8,
@@ -300,3 +301,16 @@ def test_a_subset_of_the_zip_of_cifar10_reads_no_more_than_it_needs(cifar10_zip)
     images = load(cifar10_zip, "test", image_size=32, test_images=100)
     assert images.pixels.shape == (100, 3, 32, 32)
     assert images.description.endswith("test: 100 of 10000 used")
+
+
+def test_files_are_the_first_by_path_whatever_their_split(tmp_path, noise_pngs, store):
+    files = noise_pngs(2, "train/b/") | noise_pngs(1, "test/a/")
+    whole = store(tmp_path / "x.zip", files)
+    images = load_files(str(whole), 2, 16)
+    assert images.labels == ["a", "b"]
+    one = store(tmp_path / "one", noise_pngs(1))
+    assert torch.equal(load_files(str(one), 1, 16).pixels, images.pixels[:1])
+    with pytest.raises(ValueError, match="holds 1 images, got 2 to take"):
+        load_files(str(one), 2, 16)
+    with pytest.raises(ValueError, match="does not exist"):
+        load_files("/no/such", 1, 16)

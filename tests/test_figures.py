@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from softvq.figures import atlas, curves, reconstructions
+from softvq.figures import atlas, curves, reconstructions, samples
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 BLUE_LINE, VERMILION_LINE = (0, 114, 178), (213, 94, 0)
@@ -240,3 +240,15 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         atlas(plain(RED), torch.ones(1), path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_samples_stand_row_by_row_below_their_caption(tmp_path):
+    images = plain(RED, GREEN, BLUE)
+    picture = pixels(samples(images, 2, "three", tmp_path / "s.png"))
+    assert [count(picture, colour) for colour in (RED, GREEN, BLUE)] == [64 * 64] * 3
+    red, green, blue = (centres(picture, colour) for colour in (RED, GREEN, BLUE))
+    assert red[0] == green[0]
+    assert red[1] == blue[1]
+    assert green[1] - red[1] == blue[0] - red[0] == 66
+    with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
+        samples(images, 0, "three", tmp_path / "s.png")
