@@ -1,5 +1,6 @@
-"""CIFAR-10: 8x8 codes from 512, the DDCL codebook (of width 64) beside its two hard baselines (of
-width 8, which suits EMA better); the three with another 4x4 codes from 512 above them; and DDCL as
+"""CIFAR-10: 8x8 codes from 512, the DDCL codebook (of width 64) beside its hard baselines (of
+width 8, which suits EMA better): codes that start as the original does, codes that start from data,
+and moving averages; three of them with another 4x4 codes from 512 above them; and DDCL as
 the paper has it, with 64 codes.
 
 Run as `python train_vqvae.py cifar10-ddcl --data.source cifar10.zip` (or without the flag, to
@@ -28,6 +29,12 @@ CIFAR10 = {
     "cifar10-vq": Experiment(
         model=VQVAEConfig(
             quantizer=StraightThroughConfig(dim=8, codebook_size=512), normalize=False
+        ),
+        data=_DATA,
+    ),
+    "cifar10-vq-data": Experiment(
+        model=VQVAEConfig(
+            quantizer=StraightThroughConfig(dim=8, codebook_size=512, init="data"), normalize=False
         ),
         data=_DATA,
     ),
