@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from eval.report import check_out_file
 from eval.timing import (
     PAUSE_SECONDS,
     Step,
@@ -64,8 +65,8 @@ class BenchmarkConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"out must be in an existing folder, got {self.out}")
+        if self.out is not None:
+            check_out_file(self.out)
 
 
 class Problem(NamedTuple):

@@ -5,7 +5,6 @@ What it says of samples is in `eval.quality`. The same command continues a train
 interrupted, and prints the report of a finished one.
 """
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +34,12 @@ from softvq.program import (
     run_program,
     save_state,
 )
-from softvq.training import NonFiniteLoss, epoch_order
+from softvq.training import (
+    NonFiniteLoss,
+    WarmupRecipe,
+    epoch_order,
+    set_warmup_learning_rate,
+)
 
 _SHIFT = 4  # pixels that a training image is moved by at most, each way
 _AT_ONCE = 256
@@ -58,7 +62,7 @@ class ClassifierConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifierTrainConfig:
+class ClassifierTrainConfig(WarmupRecipe):
     """The recipe: AdamW, a linear warm-up and a cosine to zero, images mirrored and moved."""
 
     epochs: int = 10
@@ -69,23 +73,6 @@ class ClassifierTrainConfig:
     """Learning rate after the warm-up."""
     warmup: float = 0.1
     """Fraction of the training, in [0, 1), in which the learning rate rises from 0."""
-    weight_decay: float = 0.05
-    """Decay of every parameter."""
-    seed: int = 0
-    """Of weights, order and augmentation."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be positive and finite, got {self.lr}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +223,7 @@ def _train_epochs(
                 pixels = images.batches(order, config.batch_size)
                 for rows, batch in zip(parts, pixels, strict=True):
                     done = (epoch * steps + step) / (config.epochs * steps)
-                    _set_learning_rate(optimizer, config, done)
+                    set_warmup_learning_rate(optimizer, config, done)
                     loss = _train_step(classifier, optimizer, batch, labels[rows])
                     sums.add(images=float(len(rows)), loss=loss * len(rows))
                     step += 1
@@ -258,17 +245,6 @@ def _train_epochs(
             save_state(out, classifier, optimizer, Progress(epoch, step, seconds, sums))
             print(f"{name}: test accuracy {record['test/accuracy']:.4f}", file=sys.stderr)
     checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(classifier))
-
-
-def _set_learning_rate(
-    optimizer: torch.optim.Optimizer, config: ClassifierTrainConfig, done: float
-) -> None:
-    if done < config.warmup:
-        factor = done / config.warmup
-    else:
-        factor = (1 + math.cos(math.pi * (done - config.warmup) / (1 - config.warmup))) / 2
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * factor
 
 
 def _train_step(

@@ -20,7 +20,6 @@ from tqdm import tqdm
 from softvq.data import to_float
 from softvq.metrics import load_perceptual
 
-LEAST_SIDE = 31  # of an image whose last pooling in AlexNet still has a full window
 _AT_ONCE = 64
 # The same weights, as torch-fidelity and as pytorch-fid keep them
 _CACHED = ("weights-inception-2015-12-05-6726825d.pth", "pt_inception-2015-12-05-6726825d.pth")

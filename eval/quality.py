@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from eval.classifier import Classifier, load_classifier, predictions
 from eval.distances import frechet_distance, kernel_distance
 from eval.experiment import summarize
-from eval.feature_networks import LEAST_SIDE, FeatureNetwork, features, load_feature_network
+from eval.feature_networks import FeatureNetwork, features, load_feature_network
+from eval.report import check_out_file, run_measurement
 from eval.sample import DrawConfig, Generative, class_labels, draw, load_generative
-from softvq.autoencoder import Autoencoder
-from softvq.checkpoint import REPORT, read_json, write_json
+from softvq.autoencoder import Autoencoder, crop
+from softvq.checkpoint import REPORT, read_json
 from softvq.data import ImageSet, load_images, to_float, to_uint8
-from softvq.program import find_device, parse_flags, run_program
+from softvq.metrics import ALEXNET_SIDE
+from softvq.prior.loading import prior_folder
+from softvq.program import find_device
 
 _AT_ONCE = 256
 
@@ -61,12 +63,12 @@ class QualityConfig(DrawConfig):
             raise ValueError(f"num must be at least 2, or 0 for all, got {self.num}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must be different and 0 or more, got {self.seeds}")
-        if self.resize < LEAST_SIDE:
-            raise ValueError(f"resize must be at least {LEAST_SIDE}, got {self.resize}")
+        if self.resize < ALEXNET_SIDE:
+            raise ValueError(f"resize must be at least {ALEXNET_SIDE}, got {self.resize}")
         if self.kid_subsets < 1:
             raise ValueError(f"kid_subsets must be at least 1, got {self.kid_subsets}")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"out must be in an existing folder, got {self.out}")
+        if self.out is not None:
+            check_out_file(self.out)
 
 
 @torch.no_grad()
@@ -75,9 +77,10 @@ def reconstructed(model: Autoencoder, pixels: UInt8[Tensor, "n c h w"]) -> UInt8
     device = next(model.parameters()).device
     parts = []
     for part in pixels.split(_AT_ONCE):
-        levels = model.encode(to_float(part.to(device)))
+        x = to_float(part.to(device))
+        levels = model.encode(x)
         decoded = model.decode_indices(tuple(level.indices for level in levels))
-        parts.append(to_uint8(decoded[:, :, : part.shape[2], : part.shape[3]]).cpu())
+        parts.append(to_uint8(crop(decoded, x)).cpu())
     return torch.cat(parts)
 
 
@@ -167,7 +170,7 @@ def _conditions(config: QualityConfig, test: ImageSet, network: FeatureNetwork) 
     """What the figures depend on."""
     return {
         "run": config.run,
-        "prior": config.prior or str(Path(config.run) / "prior"),
+        "prior": str(prior_folder(config.run, config.prior)),
         "data": test.description,
         "n": len(test),
         "seeds": list(config.seeds),
@@ -215,15 +218,7 @@ def _test_accuracy(folder: str) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
-
-    def action() -> dict[str, Any]:
-        config = parse_flags(lambda: tyro.cli(QualityConfig, args=arguments, description=__doc__))
-        report = quality(config)
-        if config.out is not None:
-            write_json(config.out, report)
-        return report
-
-    return run_program(action)
+    return run_measurement(QualityConfig, quality, arguments, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import tyro
@@ -49,9 +49,25 @@ class ReportConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
+def check_out_file(path: Path) -> None:
+    """Raises ValueError for a file that would have no folder, before the work and not after."""
+    if not path.parent.is_dir():
+        raise ValueError(f"out must be in an existing folder, got {path}")
+
+
+class MeasurementConfig(Protocol):
+    """Flags of a program whose report may go to a file."""
+
+    @property
+    def out(self) -> Path | None:
+        """The file."""
+        ...
+
+
 Case = TypeVar("Case")
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ReportConfig)
+Measured = TypeVar("Measured", bound=MeasurementConfig)
 Experiment = Callable[[Config], tuple[dict[str, Any], Sequence[figures.Panel]]]
 
 
@@ -128,6 +144,29 @@ def run_experiment(
             figures.panels(panels, config.out / f"{name}.png")
             write_json(config.out / f"{name}.json", report)
             print(f"written: {config.out / name}.json and .png", file=sys.stderr)
+        return report
+
+    return run_program(action)
+
+
+def run_measurement(
+    config_class: type[Measured],
+    measure: Callable[[Measured], dict[str, Any]],
+    arguments: Sequence[str],
+    description: str,
+) -> int:
+    """Reads flags, measures, prints the report and returns the exit status.
+
+    The report is also written to the file `config.out`, if there is one.
+    """
+
+    def action() -> dict[str, Any]:
+        config = parse_flags(
+            lambda: tyro.cli(config_class, args=arguments, description=description)
+        )
+        report = measure(config)
+        if config.out is not None:
+            write_json(config.out, report)
         return report
 
     return run_program(action)

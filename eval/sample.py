@@ -22,12 +22,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eval.reconstruct import load_run
+from eval.report import check_out_file
 from softvq import figures
 from softvq.autoencoder import Autoencoder
 from softvq.checkpoint import write_bytes
 from softvq.data import DataConfig, ImageArray, load_files, load_images, to_float, to_uint8
 from softvq.prior import CodePrior, SamplingConfig, sample
-from softvq.prior.loading import load_prior
+from softvq.prior.loading import load_prior, prior_folder
 from softvq.prior.transformer import Grids
 from softvq.program import find_device, parse_flags, run_program, stored_data
 
@@ -80,8 +81,8 @@ class SampleConfig(DrawConfig):
             )
         if self.images and not self.complete:
             raise ValueError("images are completed: give --complete as well as --images")
-        if self.out and not Path(self.out).parent.is_dir():
-            raise ValueError(f"out must be in an existing folder, got {self.out}")
+        if self.out:
+            check_out_file(Path(self.out))
 
 
 class Generative(NamedTuple):
@@ -212,7 +213,7 @@ def sample_images(config: SampleConfig) -> dict[str, Any]:
     codes = sum(grid.numel() for grid in drawn.indices)
     return {
         "run": config.run,
-        "prior": config.prior or str(Path(config.run) / "prior"),
+        "prior": str(prior_folder(config.run, config.prior)),
         "completed": None if originals is None else originals.description,
         "images": config.num,
         "classes": list(config.class_),

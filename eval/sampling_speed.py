@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from tqdm import tqdm
 
+from eval.report import check_out_file, run_measurement
 from eval.timing import alternate, cpu_model
-from softvq.checkpoint import CONFIG, decode_config, read_config, write_json
+from softvq.checkpoint import CONFIG, decode_config, read_config
 from softvq.prior import CodePrior, CodePriorConfig, SamplingConfig, sample
-from softvq.program import find_device, parse_flags, run_program
+from softvq.program import find_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class SpeedConfig:
         for name in ("num", "repeats", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"out must be in an existing folder, got {self.out}")
+        if self.out is not None:
+            check_out_file(self.out)
 
 
 def sampling_speed(config: SpeedConfig) -> dict[str, Any]:
@@ -99,15 +99,7 @@ def _architecture(folder: str) -> CodePriorConfig:
 
 def main(arguments: Sequence[str]) -> int:
     """The program; returns its exit status."""
-
-    def action() -> dict[str, Any]:
-        config = parse_flags(lambda: tyro.cli(SpeedConfig, args=arguments, description=__doc__))
-        report = sampling_speed(config)
-        if config.out is not None:
-            write_json(config.out, report)
-        return report
-
-    return run_program(action)
+    return run_measurement(SpeedConfig, sampling_speed, arguments, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 _WINDOW = 11  # side of SSIM's Gaussian window, in pixels
-_ALEXNET_SIDE = 31  # the smallest image whose last pooling still has a full 3 x 3 window
+ALEXNET_SIDE = 31  # the smallest image whose last pooling still has a full 3 x 3 window
 
 
 class _SplitSums(Metric):
@@ -185,7 +185,7 @@ class Reconstruction(_SplitSums):
             if self.with_ssim and b and min(h, w) >= _WINDOW:
                 self.ssim_sum += _ssim(reconstruction, image).double().sum()
                 self.ssim_images += b
-            if b and min(h, w) >= _ALEXNET_SIDE and not isinstance(self.perceptual, str):
+            if b and min(h, w) >= ALEXNET_SIDE and not isinstance(self.perceptual, str):
                 self.lpips_sum += _lpips(self.perceptual, reconstruction, image).double().sum()
                 self.lpips_images += b
 
@@ -203,7 +203,7 @@ class Reconstruction(_SplitSums):
             "lpips": self.lpips_sum / self.images,
         }
         small = "some images are smaller than {0} x {0} pixels".format
-        missing = self.perceptual if isinstance(self.perceptual, str) else small(_ALEXNET_SIDE)
+        missing = self.perceptual if isinstance(self.perceptual, str) else small(ALEXNET_SIDE)
         no_ssim = small(_WINDOW) if self.with_ssim else "not asked for"
         rounding = 1e-12 * self.colour_squared.sum()
         self.absent = {

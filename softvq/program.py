@@ -19,7 +19,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from softvq import checkpoint, distributed
+from softvq import checkpoint
 from softvq.data import DataConfig
 from softvq.evaluation import Sums
 from softvq.training import restore, training_state
@@ -49,7 +49,7 @@ def save_state(
 ) -> None:
     """Writes all that `resume` needs, in process 0; the sums are those of all processes."""
     progress = progress._replace(sums=progress.sums.joined())
-    if distributed.rank() > 0:
+    if not is_first():
         return
     far = {"epoch": str(progress.epoch), "step": str(progress.step)}
     state = training_state(model, optimizer, progress.sums)
@@ -71,7 +71,7 @@ def resume(out: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pro
         raise ValueError(f"the training state in {out} does not say how far it is")
     epoch, step = int(far["epoch"]), int(far["step"])
     tell(f"{out}: continues after epoch {epoch}, step {step}")
-    if distributed.rank() > 0:
+    if not is_first():
         # What was logged before counts once.
         sums.tensors = {name: torch.zeros_like(value) for name, value in sums.tensors.items()}
     return Progress(epoch, step, float(far["seconds"]), sums)

@@ -25,7 +25,47 @@ _SETTLING_IMAGES = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class Recipe:
+    """What every training has; the defaults belong to the trainings."""
+
+    epochs: int
+    """Passes over the training examples."""
+    batch_size: int
+    """Examples in a step; the last batch of an epoch may be smaller."""
+    lr: float
+    """Largest learning rate."""
+    seed: int = 0
+    """Of weights, order and every random choice in between."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive and finite, got {self.lr}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupRecipe(Recipe):
+    """AdamW, a linear warm-up and a cosine to zero."""
+
+    warmup: float
+    """Fraction of the training, in [0, 1), in which the learning rate rises from 0."""
+    weight_decay: float = 0.05
+    """Decay of the parameters that have one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Recipe):
     """The recipe: Adam, a cosine to zero, and prototypes that learn faster than the encoder."""
 
     epochs: int = 20
@@ -40,21 +80,13 @@ class TrainConfig:
     """bfloat16 runs the convolutions under autocast; the quantizer is float32 always."""
     channels_last: bool = True
     """Memory layout of the convolutions."""
-    seed: int = 0
-    """Of weights, data order and every random choice in between."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be positive and finite, got {self.lr}")
+        super().__post_init__()
         if not 0 < self.eps <= 1:
             raise ValueError(f"eps must lie in (0, 1], got {self.eps}")
         if self.precision not in ("float32", "bfloat16"):
             raise ValueError(f"precision must be float32 or bfloat16, got {self.precision!r}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +116,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, don
     for group in optimizer.param_groups:
         rate = config.lr / config.eps if group["name"] == "prototypes" else config.lr
         group["lr"] = rate * factor
+
+
+def set_warmup_learning_rate(
+    optimizer: torch.optim.Optimizer, config: WarmupRecipe, done: float
+) -> None:
+    """Linear to the full rate at `done` = warmup, then a cosine to zero at 1."""
+    if done < config.warmup:
+        factor = done / config.warmup
+    else:
+        factor = (1 + math.cos(math.pi * (done - config.warmup) / (1 - config.warmup))) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr * factor
 
 
 def prepare(model: Autoencoder, images: ImageSet, total_steps: int) -> None:

@@ -14,9 +14,9 @@ from softvq.hierarchical import build_autoencoder
 from softvq.prior import CodePrior, CodePriorConfig
 from softvq.prior import __main__ as program
 from softvq.prior.codes import extract, read_codes, read_tokenizer, write_codes
-from softvq.prior.training import PriorTrainConfig, bits_per_code, set_learning_rate
+from softvq.prior.training import PriorTrainConfig, bits_per_code
 from softvq.quantizers import codebooks
-from softvq.training import prepare
+from softvq.training import prepare, set_warmup_learning_rate
 
 SMALL = ("--width", "16", "--depth", "1", "--heads", "2", "--device", "cpu")
 RECIPE = ("--train.epochs", "2", "--train.batch-size", "8")
@@ -200,6 +200,6 @@ def test_the_learning_rate_warms_up_and_falls_to_zero():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=9.0)
     rates = []
     for done in (0.0, 0.1, 0.2, 0.6, 1.0):
-        set_learning_rate(optimizer, config, done)
+        set_warmup_learning_rate(optimizer, config, done)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0, 0.5, 1, 0.5, 0])

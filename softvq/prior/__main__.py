@@ -29,12 +29,12 @@ from softvq.prior.codes import (
     read_tokenizer,
     write_codes,
 )
+from softvq.prior.loading import prior_folder
 from softvq.prior.training import (
     PriorTrainConfig,
     batches,
     bits_per_code,
     build_optimizer,
-    set_learning_rate,
     train_step,
 )
 from softvq.prior.transformer import CodePrior, CodePriorConfig
@@ -50,7 +50,7 @@ from softvq.program import (
     save_state,
     stored_data,
 )
-from softvq.training import NonFiniteLoss, epoch_order
+from softvq.training import NonFiniteLoss, epoch_order, set_warmup_learning_rate
 
 REFRESH_EVERY_STEPS = 10
 LEVELS = 256  # values of a pixel, over the 2 units from -1 to 1
@@ -89,7 +89,7 @@ def train_prior(options: Training) -> dict[str, Any]:
     """
     refuse_processes("softvq.prior")
     checkpoint.read_config(options.run)
-    out = Path(options.out or Path(options.run) / "prior")
+    out = prior_folder(options.run, options.out)
     with checkpoint.only_writer(out):
         return _train(options, out)
 
@@ -184,7 +184,7 @@ def _train_epochs(
             with tqdm(total=steps, initial=step, desc=name, mininterval=1) as bar:
                 for indices, labels in batches(codes, order, config.batch_size):
                     done = (epoch * steps + step) / (config.epochs * steps)
-                    set_learning_rate(optimizer, config, done)
+                    set_warmup_learning_rate(optimizer, config, done)
                     grids = tuple(grid.to(device) for grid in indices)
                     try:
                         loss = train_step(prior, optimizer, grids, labels.to(device), config)

@@ -12,13 +12,18 @@ from softvq.prior.transformer import CodePrior, CodePriorConfig
 from softvq.program import stored_data
 
 
+def prior_folder(run: str, folder: str = "") -> Path:
+    """Where the prior of a run is: in that folder, or by default in RUN/prior."""
+    return Path(folder or Path(run) / "prior")
+
+
 def load_prior(run: str, model: Autoencoder, folder: str = "") -> CodePrior:
     """The trained prior of a run with that model, on its device and in eval mode.
 
-    `folder` is that of the prior, by default RUN/prior. Raises ValueError for one that holds no
+    `folder` is as in `prior_folder`. Raises ValueError for one that holds no
     trained prior, and for the prior of another tokenizer, with both values.
     """
-    path = Path(folder or Path(run) / "prior")
+    path = prior_folder(run, folder)
     if not (path / checkpoint.CONFIG).exists():
         raise ValueError(f"{path} holds no prior; python -m softvq.prior {run} trains one")
     content, data = checkpoint.read_config(path), stored_data(run)

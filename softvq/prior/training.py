@@ -13,14 +13,14 @@ from torch import Tensor
 
 from softvq.prior.codes import CodeSet
 from softvq.prior.transformer import CodePrior, Grids
-from softvq.training import NonFiniteLoss
+from softvq.training import NonFiniteLoss, WarmupRecipe
 
 _LARGEST_NORM = 1.0
 _EVALUATED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class PriorTrainConfig:
+class PriorTrainConfig(WarmupRecipe):
     """The recipe: AdamW, a linear warm-up and a cosine to zero."""
 
     epochs: int = 20
@@ -36,23 +36,11 @@ class PriorTrainConfig:
     label_dropout: float = 0.1
     """Share of the images, in [0, 1], shown without their class, so that samples of no class can
     be drawn as well."""
-    seed: int = 0
-    """Of weights, order, dropout."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be positive and finite, got {self.lr}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup must lie in [0, 1), got {self.warmup}")
+        super().__post_init__()
         if not 0 <= self.label_dropout <= 1:
             raise ValueError(f"label_dropout must lie in [0, 1], got {self.label_dropout}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32), got {self.seed}")
 
 
 def build_optimizer(prior: CodePrior, config: PriorTrainConfig) -> torch.optim.AdamW:
@@ -68,18 +56,6 @@ def build_optimizer(prior: CodePrior, config: PriorTrainConfig) -> torch.optim.A
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and name not in ("embedding.weight", "position")
-
-
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, config: PriorTrainConfig, done: float
-) -> None:
-    """Linear to the full rate at `done` = warmup, then a cosine to zero at 1."""
-    if done < config.warmup:
-        factor = done / config.warmup
-    else:
-        factor = (1 + math.cos(math.pi * (done - config.warmup) / (1 - config.warmup))) / 2
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * factor
 
 
 def train_step(
