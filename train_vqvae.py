@@ -1,13 +1,12 @@
 """Trains a named model: `python train_vqvae.py cifar10-ddcl --train.epochs 5`; without arguments,
 the quickstart.
 
-The loop, the log and the files are here; the mathematics is in `softvq`. The same command
-continues a run that was interrupted, bit for bit on a CPU as if it had never stopped.
+What is trained and evaluated is here; the mathematics and the loop are in `softvq`. The same
+command continues a run that was interrupted, bit for bit on a CPU as if it had never stopped.
 """
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ import lpips
 import torch
 import tyro
 from einops import repeat
+from jaxtyping import Int, UInt8
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from models import MODELS
 from softvq import checkpoint, distributed, figures
@@ -37,28 +36,24 @@ from softvq.evaluation import (
     train_record,
 )
 from softvq.hierarchical import build_autoencoder
+from softvq.loop import Trainer, train_epochs
 from softvq.metrics import Reconstruction, load_perceptual
 from softvq.program import (
-    Interrupted,
-    Progress,
     find_device,
-    interruptions,
     is_first,
     launched_processes,
     parse_flags,
     process_group,
     resume,
     run_program,
-    save_state,
     tell,
 )
 from softvq.quantizers import codebooks
 from softvq.training import (
     Experiment,
-    NonFiniteLoss,
+    TrainConfig,
     batches,
     build_optimizer,
-    epoch_order,
     pixel_variance,
     prepare,
     set_learning_rate,
@@ -75,8 +70,6 @@ CURVES = (
     "test/distinct_codes",
     "train/temperature_ratio",
 )
-SAVE_EVERY_SECONDS = 300
-REFRESH_EVERY_STEPS = 10
 SHOWN_IMAGES = 8
 
 
@@ -198,84 +191,68 @@ def _check_shares(run: Run, test: ImageSet) -> None:
 
 def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run) -> None:
     """Every epoch that is still to do, logged and saved one by one."""
-    out, config = Path(run.out), run.train
-    steps = -(-len(images) // config.batch_size)
-    optimizer = build_optimizer(model, config)
-    begun = resume(out, model, optimizer)
-    prepare(model, images, steps * config.epochs)
-    records = [item for item in checkpoint.read_records(out) if item["epoch"] <= begun.epoch]
-    with interruptions() as interrupted, _tensorboard(run, out) as board:
-        for progress in _epochs(model, optimizer, images, run, begun, interrupted):
-            sums = progress.sums.joined()
-            settle(model, images)
-            record = {
-                "epoch": progress.epoch,
-                "steps": steps * progress.epoch,
-                "seconds": progress.seconds,
-                **train_record(sums, model),
-                **evaluate(model, test, *_quick_metrics(model)),
-            }
-            records.append(record)
-            if is_first():
-                checkpoint.write_records(out, records)
-                board(record)
-            save_state(out, model, optimizer, Progress(progress.epoch, 0, 0.0, Sums()))
-            tell(_summary(record))
-            if any(distributed.any_process(interrupted())):
-                raise Interrupted(f"{out}: stopped after epoch {progress.epoch}")
-    if is_first():
-        checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(model))
+    out = Path(run.out)
+    trainer = VQVAETrainer(model, images, test, run.train)
+    begun = resume(out, model, trainer.optimizer)
+    prepare(model, images, trainer.steps * run.train.epochs)
+    with _tensorboard(run, out) as log:
+        train_epochs(trainer, out, begun, log)
 
 
-def _epochs(
-    model: Autoencoder,
-    optimizer: torch.optim.Optimizer,
-    images: ImageSet,
-    run: Run,
-    begun: Progress,
-    interrupted: Callable[[], bool],
-) -> Iterator[Progress]:
-    """Trains on from `begun`; after each epoch, how far the training is, with its sums."""
-    out, config = Path(run.out), run.train
-    first, step, seconds, sums = begun
-    steps = -(-len(images) // config.batch_size)
-    variance = pixel_variance(images)
-    trained: nn.Module = model
-    if distributed.process_count() > 1:
-        # Statistics are those of the joined batch in every process: no buffer needs sending.
-        trained = DistributedDataParallel(model, broadcast_buffers=False)
-    for epoch in range(first, config.epochs):
-        order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
-        name = f"epoch {epoch + 1}/{config.epochs}"
-        trained.train()
-        started = saved = time.monotonic()
-        with tqdm(
-            total=steps, initial=step, desc=name, mininterval=1, disable=not is_first()
-        ) as bar:
-            for pixels in batches(images, order, config.batch_size):
-                done = (epoch * steps + step) / (config.epochs * steps)
-                set_learning_rate(optimizer, config, done)
-                try:
-                    output, mse = train_step(trained, optimizer, pixels, variance, config)
-                except NonFiniteLoss as error:
-                    kept = (out / checkpoint.STATE).exists()
-                    rest = f"the last good state is in {out}" if kept else "no state was saved"
-                    place = f"epoch {epoch + 1}, step {step + 1}"
-                    raise NonFiniteLoss(f"{error} in {place}; {rest}") from None
-                add_step(sums, output, mse)
-                step += 1
-                bar.update()
-                if step % REFRESH_EVERY_STEPS == 0:
-                    bar.set_postfix_str(_live(sums, model), refresh=False)
-                now = time.monotonic()
-                stop, due = distributed.any_process(interrupted(), now - saved > SAVE_EVERY_SECONDS)
-                if stop or due:
-                    seconds, started, saved = seconds + now - started, now, now
-                    save_state(out, model, optimizer, Progress(epoch, step, seconds, sums))
-                if stop:
-                    raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
-        yield Progress(epoch + 1, 0, seconds + time.monotonic() - started, sums)
-        step, seconds, sums = 0, 0.0, Sums()
+class VQVAETrainer(Trainer[Tensor]):
+    """An autoencoder in training on images, alone or as one of several processes."""
+
+    model: Autoencoder
+    items: ImageSet
+    config: TrainConfig
+
+    def __init__(
+        self, model: Autoencoder, images: ImageSet, test: ImageSet, config: TrainConfig
+    ) -> None:
+        super().__init__(model, build_optimizer(model, config), images, config)
+        self.test, self.variance = test, pixel_variance(images)
+        self.trained: nn.Module = model
+        if distributed.process_count() > 1:
+            # Statistics are those of the joined batch in every process: no buffer needs sending.
+            self.trained = DistributedDataParallel(model, broadcast_buffers=False)
+
+    def batches(self, order: Int[Tensor, "n"]) -> Iterator[UInt8[Tensor, "b c h w"]]:
+        """Of each batch, the part of this process."""
+        return batches(self.items, order, self.config.batch_size)
+
+    def step(self, batch: UInt8[Tensor, "b c h w"], done: float, sums: Sums) -> None:
+        """One update by `train_step`."""
+        set_learning_rate(self.optimizer, self.config, done)
+        output, mse = train_step(self.trained, self.optimizer, batch, self.variance, self.config)
+        add_step(sums, output, mse)
+
+    def live(self, sums: Sums) -> str:
+        """Reconstruction, use of the codes and temperature."""
+        record = train_record(sums, self.model)
+        parts = [f"{record['train/psnr']:.2f} dB"]
+        levels = range(len(codebooks(self.model)))
+        for suffix in ("", *(f"_level{number + 1}" for number in levels)):
+            if f"train/utilisation{suffix}" in record:
+                used, even = (
+                    record[f"train/{name}{suffix}"] for name in ("utilisation", "perplexity")
+                )
+                parts.append(f"{used:.0%} used, perplexity {even:.0f}")
+            if f"train/temperature_ratio{suffix}" in record:
+                parts.append(f"T/Tc {record[f'train/temperature_ratio{suffix}']:.3g}")
+        return ", ".join(parts)
+
+    def record(self, sums: Sums) -> dict[str, Any]:
+        """Of the training, and of the test split."""
+        settle(self.model, self.items)
+        metrics = _quick_metrics(self.model)
+        return {
+            **train_record(sums, self.model),
+            **evaluate(self.model, self.test, *metrics),
+        }
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """What the curves show."""
+        return ", ".join(f"{key} {record[key]:.4g}" for key in curve_keys([record]))
 
 
 def _quick_metrics(model: Autoencoder) -> list[Reconstruction]:
@@ -283,23 +260,6 @@ def _quick_metrics(model: Autoencoder) -> list[Reconstruction]:
     device = next(model.parameters()).device
     channels = model.config.channels
     return [Reconstruction(channels=channels, with_ssim=False).to(device) for _ in range(2)]
-
-
-def _live(sums: Sums, model: Autoencoder) -> str:
-    record = train_record(sums, model)
-    parts = [f"{record['train/psnr']:.2f} dB"]
-    for suffix in ("", *(f"_level{number + 1}" for number in range(len(codebooks(model))))):
-        if f"train/utilisation{suffix}" in record:
-            used = record[f"train/utilisation{suffix}"]
-            parts.append(f"{used:.0%} used, perplexity {record[f'train/perplexity{suffix}']:.0f}")
-        if f"train/temperature_ratio{suffix}" in record:
-            parts.append(f"T/Tc {record[f'train/temperature_ratio{suffix}']:.3g}")
-    return ", ".join(parts)
-
-
-def _summary(record: dict[str, Any]) -> str:
-    shown = {key: record[key] for key in curve_keys([record])}
-    return f"epoch {record['epoch']}: " + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
 
 
 def curve_keys(records: Sequence[dict[str, Any]]) -> list[str]:

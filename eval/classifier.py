@@ -6,8 +6,7 @@ interrupted, and prints the report of a finished one.
 """
 
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,13 @@ from einops import rearrange
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
-from tqdm import tqdm
 
 from softvq import checkpoint
 from softvq.data import DataConfig, ImageSet, load_images, to_float
 from softvq.evaluation import Sums
-from softvq.program import (
-    Interrupted,
-    Progress,
-    find_device,
-    interruptions,
-    parse_flags,
-    resume,
-    run_program,
-    save_state,
-)
-from softvq.training import (
-    NonFiniteLoss,
-    WarmupRecipe,
-    epoch_order,
-    set_warmup_learning_rate,
-)
+from softvq.loop import Trainer, train_epochs
+from softvq.program import find_device, parse_flags, refuse_processes, resume, run_program, tell
+from softvq.training import NonFiniteLoss, WarmupRecipe, set_warmup_learning_rate
 
 _SHIFT = 4  # pixels that a training image is moved by at most, each way
 _AT_ONCE = 256
@@ -151,7 +136,9 @@ def train_classifier(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    out, device = Path(options.out), find_device(options.device)
+    refuse_processes("eval.classifier")
+    find_device(options.device)
+    out = Path(options.out)
     train, test = load_images(options.data, "train"), load_images(options.data, "test")
     classes = tuple(sorted(set(train.labels)))
     if "" in classes or not set(test.labels) <= set(classes):
@@ -159,13 +146,22 @@ def train_classifier(options: Training) -> dict[str, Any]:
             f"{options.data.source} needs the same class folders inside train/ and test/"
         )
     config = ClassifierConfig(classes=classes, widths=options.widths)
+    with checkpoint.only_writer(out):
+        return _train(options, config, train, test)
+
+
+def _train(
+    options: Training, config: ClassifierConfig, train: ImageSet, test: ImageSet
+) -> dict[str, Any]:
+    out, classes = Path(options.out), config.classes
     checkpoint.write_config(out, classifier=config, data=options.data, train=options.train)
     if (out / checkpoint.REPORT).exists():
-        print(f"{out} is finished", file=sys.stderr)
+        tell(f"{out} is finished")
         return checkpoint.read_json(out / checkpoint.REPORT)
     torch.manual_seed(options.train.seed)
-    classifier = Classifier(config).to(device)
-    _train_epochs(classifier, train, test, options.train, out)
+    classifier = Classifier(config).to(find_device(options.device))
+    trainer = ClassifierTrainer(classifier, train, test, options.train)
+    train_epochs(trainer, out, resume(out, classifier, trainer.optimizer))
     records = checkpoint.read_records(out)
     report = {
         "data": test.description,
@@ -198,53 +194,53 @@ def _labels(images: ImageSet, classes: tuple[str, ...]) -> Int[Tensor, "n"]:
     return torch.tensor([classes.index(name) for name in images.labels])
 
 
-def _train_epochs(
-    classifier: Classifier,
-    images: ImageSet,
-    test: ImageSet,
-    config: ClassifierTrainConfig,
-    out: Path,
-) -> None:
-    """Every epoch that is still to do, logged and saved one by one."""
-    optimizer = torch.optim.AdamW(
-        classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay
-    )
-    labels = _labels(images, classifier.config.classes)
-    steps = -(-len(images) // config.batch_size)
-    epoch, step, seconds, sums = resume(out, classifier, optimizer)
-    records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
-    with interruptions() as interrupted:
-        while epoch < config.epochs:
-            order = epoch_order(images, config.seed, epoch)[step * config.batch_size :]
-            started, name = time.monotonic(), f"epoch {epoch + 1}/{config.epochs}"
-            classifier.train()
-            with tqdm(total=steps, initial=step, desc=name, mininterval=1) as bar:
-                parts = order.split(config.batch_size)
-                pixels = images.batches(order, config.batch_size)
-                for rows, batch in zip(parts, pixels, strict=True):
-                    done = (epoch * steps + step) / (config.epochs * steps)
-                    set_warmup_learning_rate(optimizer, config, done)
-                    loss = _train_step(classifier, optimizer, batch, labels[rows])
-                    sums.add(images=float(len(rows)), loss=loss * len(rows))
-                    step += 1
-                    bar.update()
-                    if interrupted():
-                        seconds += time.monotonic() - started
-                        save_state(out, classifier, optimizer, Progress(epoch, step, seconds, sums))
-                        raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
-            seconds += time.monotonic() - started
-            record = {
-                "epoch": epoch + 1,
-                "seconds": seconds,
-                "train/loss": sums.mean("loss", "images"),
-                "test/accuracy": accuracy(classifier, test),
-            }
-            records.append(record)
-            checkpoint.write_records(out, records)
-            epoch, step, sums, seconds = epoch + 1, 0, Sums(), 0.0
-            save_state(out, classifier, optimizer, Progress(epoch, step, seconds, sums))
-            print(f"{name}: test accuracy {record['test/accuracy']:.4f}", file=sys.stderr)
-    checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(classifier))
+class ClassifierTrainer(Trainer[tuple[Tensor, Tensor]]):
+    """A classifier in training on images and their classes."""
+
+    model: Classifier
+    items: ImageSet
+    config: ClassifierTrainConfig
+
+    def __init__(
+        self,
+        classifier: Classifier,
+        images: ImageSet,
+        test: ImageSet,
+        config: ClassifierTrainConfig,
+    ) -> None:
+        optimizer = torch.optim.AdamW(
+            classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay
+        )
+        super().__init__(classifier, optimizer, images, config)
+        self.test = test
+        self.labels = _labels(images, classifier.config.classes)
+
+    def batches(self, order: Int[Tensor, "n"]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pixels and labels."""
+        size = self.config.batch_size
+        labels = (self.labels[rows] for rows in order.split(size))
+        return zip(self.items.batches(order, size), labels, strict=True)
+
+    def step(self, batch: tuple[Tensor, Tensor], done: float, sums: Sums) -> None:
+        """One update by the cross-entropy."""
+        set_warmup_learning_rate(self.optimizer, self.config, done)
+        loss = _train_step(self.model, self.optimizer, *batch)
+        sums.add(images=float(len(batch[1])), loss=loss * len(batch[1]))
+
+    def live(self, sums: Sums) -> str:
+        """The mean loss."""
+        return f"loss {sums.mean('loss', 'images'):.3f}"
+
+    def record(self, sums: Sums) -> dict[str, Any]:
+        """The loss, and the accuracy on test images."""
+        return {
+            "train/loss": sums.mean("loss", "images"),
+            "test/accuracy": accuracy(self.model, self.test),
+        }
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """The accuracy."""
+        return f"test accuracy {record['test/accuracy']:.4f}"
 
 
 def _train_step(

@@ -23,7 +23,7 @@ from PIL import Image
 import train_vqvae
 from eval import compare, reconstruct
 from models import MODELS
-from softvq import checkpoint
+from softvq import checkpoint, loop
 from softvq.prior import __main__ as prior
 from softvq.program import Interrupted, run_program
 from softvq.quantizers import codebooks
@@ -225,15 +225,16 @@ class Killed(BaseException):
 
 
 def interrupt_at(monkeypatch, name: str, call: int, action: Callable[[], None]) -> None:
-    """Lets the call of that number, counted from 0, of a function of train_vqvae act before."""
-    original, numbers = getattr(train_vqvae, name), itertools.count()
+    """Lets the call of that number, counted from 0, of a function of the training act before."""
+    module = loop if hasattr(loop, name) else train_vqvae
+    original, numbers = getattr(module, name), itertools.count()
 
     def acting(*arguments, **options):
         if next(numbers) == call:
             action()
         return original(*arguments, **options)
 
-    monkeypatch.setattr(train_vqvae, name, acting)
+    monkeypatch.setattr(module, name, acting)
 
 
 def press_ctrl_c() -> None:
@@ -270,9 +271,9 @@ def test_a_run_killed_in_each_epoch_ends_like_another(finished, tmp_path, model,
     for name, call, logged in (
         ("train_step", 1, 0),
         ("train_step", 4, 1),
-        ("_summary", 0, 2),
+        ("curve_keys", 0, 2),
         ("save_state", 0, 3),  # the log is ahead of the state
-        ("_summary", 0, 3),  # the state is complete, and the model is missing
+        ("curve_keys", 0, 3),  # the state is complete, and the model is missing
     ):
         kill_at(name, call, tmp_path, model=model)
         assert len(records(tmp_path)) == logged
@@ -283,7 +284,7 @@ def test_a_run_killed_in_each_epoch_ends_like_another(finished, tmp_path, model,
 def test_a_run_killed_between_regular_saves_ends_like_another(
     finished, tmp_path, monkeypatch, no_figures
 ):
-    monkeypatch.setattr(train_vqvae, "SAVE_EVERY_SECONDS", -1)
+    monkeypatch.setattr(loop, "SAVE_EVERY_SECONDS", -1)
     kill_at("train_step", 4, tmp_path)
     _, progress = checkpoint.read_tensors(tmp_path / "state.safetensors")
     assert (progress["epoch"], progress["step"]) == ("1", "1")
@@ -613,7 +614,7 @@ def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     orders: dict[str, list] = {}
     starts: dict[str, dict] = {}
-    train, order, prepare = compare.train, train_vqvae.epoch_order, train_vqvae.prepare
+    train, order, prepare = compare.train, loop.epoch_order, train_vqvae.prepare
     current = ""
 
     def spy_train(name, run):
@@ -632,7 +633,7 @@ def study(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "train", spy_train)
-        patch.setattr(train_vqvae, "epoch_order", spy_order)
+        patch.setattr(loop, "epoch_order", spy_order)
         patch.setattr(train_vqvae, "prepare", spy_prepare)
         patch.setattr(train_vqvae, "_draw", lambda *arguments: [])
         assert status_of(compare.main, *study_arguments(folder)) == 0

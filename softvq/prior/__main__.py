@@ -1,25 +1,26 @@
 """Trains a prior on the codes of a run: `python -m softvq.prior RUN` writes it to RUN/prior.
 
-The loop, the log and the files are here. The same command continues a training that was
-interrupted, bit for bit on a CPU as if it had never stopped.
+What is trained and evaluated is here, the loop in `softvq.loop`. The same command continues a
+training that was interrupted, bit for bit on a CPU as if it had never stopped.
 """
 
 import math
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from tqdm import tqdm
+from jaxtyping import Int
+from torch import Tensor
 
 from softvq import checkpoint
 from softvq.autoencoder import Autoencoder
 from softvq.data import ImageSet, load_images
 from softvq.evaluation import Sums, evaluate
+from softvq.loop import Trainer, train_epochs
 from softvq.metrics import Reconstruction
 from softvq.prior.codes import (
     CodeSet,
@@ -37,22 +38,18 @@ from softvq.prior.training import (
     build_optimizer,
     train_step,
 )
-from softvq.prior.transformer import CodePrior, CodePriorConfig
+from softvq.prior.transformer import CodePrior, CodePriorConfig, Grids
 from softvq.program import (
-    Interrupted,
-    Progress,
     find_device,
-    interruptions,
     parse_flags,
     refuse_processes,
     resume,
     run_program,
-    save_state,
     stored_data,
+    tell,
 )
-from softvq.training import NonFiniteLoss, epoch_order, set_warmup_learning_rate
+from softvq.training import set_warmup_learning_rate
 
-REFRESH_EVERY_STEPS = 10
 LEVELS = 256  # values of a pixel, over the 2 units from -1 to 1
 
 
@@ -118,11 +115,12 @@ def _train(options: Training, out: Path) -> dict[str, Any]:
     )
     checkpoint.write_config(out, prior=config, train=options.train, tokenizer=tokenizer)
     if (out / checkpoint.REPORT).exists():
-        print(f"{out} is finished", file=sys.stderr)
+        tell(f"{out} is finished")
         return checkpoint.read_json(out / checkpoint.REPORT)
     torch.manual_seed(options.train.seed)
     prior = CodePrior(config).to(device)
-    _train_epochs(prior, splits["train"], splits["test"], options.train, out)
+    trainer = PriorTrainer(prior, splits["train"], splits["test"], options.train)
+    train_epochs(trainer, out, resume(out, prior, trainer.optimizer))
     records = checkpoint.read_records(out)
     report = {
         "run": options.run,
@@ -162,57 +160,46 @@ def _codes(
     return codes
 
 
-def _train_epochs(
-    prior: CodePrior, codes: CodeSet, test: CodeSet, config: PriorTrainConfig, out: Path
-) -> None:
-    """Every epoch that is still to do, logged and saved one by one."""
-    steps = -(-len(codes) // config.batch_size)
-    optimizer = build_optimizer(prior, config)
-    device = prior.position.device
-    epoch, step, seconds, sums = resume(out, prior, optimizer)
-    records = [record for record in checkpoint.read_records(out) if record["epoch"] <= epoch]
+class PriorTrainer(Trainer[tuple[Grids, Tensor]]):
+    """A prior in training on codes."""
 
-    def save() -> None:
-        save_state(out, prior, optimizer, Progress(epoch, step, seconds, sums))
+    model: CodePrior
+    items: CodeSet
+    config: PriorTrainConfig
 
-    with interruptions() as interrupted:
-        while epoch < config.epochs:
-            order = epoch_order(codes, config.seed, epoch)[step * config.batch_size :]
-            name = f"epoch {epoch + 1}/{config.epochs}"
-            prior.train()
-            started = time.monotonic()
-            with tqdm(total=steps, initial=step, desc=name, mininterval=1) as bar:
-                for indices, labels in batches(codes, order, config.batch_size):
-                    done = (epoch * steps + step) / (config.epochs * steps)
-                    set_warmup_learning_rate(optimizer, config, done)
-                    grids = tuple(grid.to(device) for grid in indices)
-                    try:
-                        loss = train_step(prior, optimizer, grids, labels.to(device), config)
-                    except NonFiniteLoss as error:
-                        place = f"epoch {epoch + 1}, step {step + 1}"
-                        raise NonFiniteLoss(f"{error} in {place}; see {out}") from None
-                    sums.add(images=float(len(labels)), nats=loss * len(labels))
-                    step += 1
-                    bar.update()
-                    if step % REFRESH_EVERY_STEPS == 0:
-                        bar.set_postfix_str(f"{_mean_bits(sums):.3f} bits", refresh=False)
-                    if interrupted():
-                        seconds += time.monotonic() - started
-                        save()
-                        raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
-            seconds += time.monotonic() - started
-            record = {
-                "epoch": epoch + 1,
-                "seconds": seconds,
-                "train/bits_per_code_with_dropout": _mean_bits(sums),
-                **_bits(prior, test, "test"),
-            }
-            records.append(record)
-            checkpoint.write_records(out, records)
-            epoch, step, sums, seconds = epoch + 1, 0, Sums(), 0.0
-            save()
-            print(f"{name}: {record['test/bits_per_code']:.4g} bits per code", file=sys.stderr)
-    checkpoint.write_tensors(out / checkpoint.MODEL, checkpoint.weights(prior))
+    def __init__(
+        self, prior: CodePrior, codes: CodeSet, test: CodeSet, config: PriorTrainConfig
+    ) -> None:
+        super().__init__(prior, build_optimizer(prior, config), codes, config)
+        self.test = test
+
+    def batches(self, order: Int[Tensor, "n"]) -> Iterator[tuple[Grids, Tensor]]:
+        """Codes and classes."""
+        return batches(self.items, order, self.config.batch_size)
+
+    def step(self, batch: tuple[Grids, Tensor], done: float, sums: Sums) -> None:
+        """One update by `train_step`."""
+        set_warmup_learning_rate(self.optimizer, self.config, done)
+        indices, labels = batch
+        device = self.model.position.device
+        grids = tuple(grid.to(device) for grid in indices)
+        loss = train_step(self.model, self.optimizer, grids, labels.to(device), self.config)
+        sums.add(images=float(len(labels)), nats=loss * len(labels))
+
+    def live(self, sums: Sums) -> str:
+        """Bits per code, with dropout."""
+        return f"{_mean_bits(sums):.3f} bits"
+
+    def record(self, sums: Sums) -> dict[str, Any]:
+        """Bits of training codes, with dropout, and of test codes."""
+        return {
+            "train/bits_per_code_with_dropout": _mean_bits(sums),
+            **_bits(self.model, self.test, "test"),
+        }
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """Bits per test code."""
+        return f"{record['test/bits_per_code']:.4g} bits per code"
 
 
 def _mean_bits(sums: Sums) -> float:
