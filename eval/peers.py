@@ -295,7 +295,7 @@ def _cifar10(quantizer: CodebookConfig) -> Experiment:
 PEERS: dict[str, Experiment] = {
     "cifar10-vqtorch": _cifar10(VectorQuantizeConfig(dim=64, codebook_size=512)),
     "cifar10-vqtorch-rotation": _cifar10(
-        VectorQuantizeConfig(dim=8, codebook_size=512, rotation_trick=True)
+        VectorQuantizeConfig(dim=64, codebook_size=512, rotation_trick=True)
     ),
     "cifar10-simvq": _cifar10(SimVQConfig(dim=8, codebook_size=512)),
     "cifar10-fsq": _cifar10(FSQConfig(dim=8, codebook_size=512, levels=(8, 8, 8))),
