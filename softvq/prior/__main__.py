@@ -44,7 +44,6 @@ from softvq.program import (
     find_device,
     interruptions,
     parse_flags,
-    refuse_processes,
     resume,
     run_program,
     save_state,
@@ -87,7 +86,6 @@ def train_prior(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    refuse_processes("softvq.prior")
     checkpoint.read_config(options.run)
     out = prior_folder(options.run, options.out)
     with checkpoint.only_writer(out):
