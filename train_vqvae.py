@@ -338,7 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         command = [sys.executable, "-m", "eval.compare", *QUICKSTART, "--out", "runs/quickstart"]
         os.execv(sys.executable, command)
-    return run_program(lambda: train(*parse(arguments)))
+    return run_program(lambda: train(*parse(arguments)), with_torchrun=True)
 
 
 if __name__ == "__main__":

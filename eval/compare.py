@@ -16,7 +16,7 @@ import tyro
 from eval.experiment import summarize
 from models import MODELS
 from softvq import checkpoint, figures
-from softvq.program import parse_flags, refuse_processes, run_program
+from softvq.program import parse_flags, run_program
 from softvq.training import Experiment
 from train_vqvae import Run, curve_keys, parse, train
 
@@ -157,7 +157,6 @@ def _cell(value: dict[str, Any] | None, scale: float) -> str:
 
 def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:
     """Runs or continues the study, writes `compare.json`, `compare.md` and `curves.png`."""
-    refuse_processes("eval.compare")
     runs = plan(study, flags)
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     records: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in runs}

@@ -25,7 +25,7 @@ from eval.page import page
 from eval.prototypes import context, load_readout
 from softvq import checkpoint
 from softvq.data import to_float
-from softvq.image_files import Pictures, decode_all
+from softvq.image_files import decode_all, one_file
 from softvq.program import find_device, parse_flags, run_program
 from softvq.quantizers import codebooks
 
@@ -172,8 +172,7 @@ def _pixels(path: Path, size: int) -> UInt8[Tensor, "c h w"]:
     """The image as the run's data set would have it. Raises ValueError that names the file."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
-    pictures = Pictures([str(path)], Image.open, lambda name: "", size, str(path))
-    (batch,) = decode_all(pictures, workers=0)
+    (batch,) = decode_all(one_file(path, size), workers=0)
     return batch[0]
 
 

@@ -6,6 +6,7 @@ Here alone images are `b c h w`; quantizers see channels last. Two levels are in
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from softvq import distributed
 from softvq.quantizers import Assignment, CodebookConfig, DDCLConfig, build, codebooks
+from softvq.quantizers.base import in_full_precision
 
 Images = Float[Tensor, "b c h w"]
 
@@ -90,8 +92,8 @@ class Autoencoder(nn.Module, ABC):
     def latents(self, x: Images, level: int = 0) -> Float[Tensor, "b i j d"]:
         """What the quantizer of a level is given, the levels before it being quantized.
 
-        Edges are repeated up to a multiple of the stride. Raises ValueError for images with
-        another number of channels.
+        Edges are repeated up to a multiple of the stride. Raises ValueError for what is no batch
+        of images with the right number of channels.
         """
 
     @abstractmethod
@@ -114,10 +116,11 @@ class Autoencoder(nn.Module, ABC):
         loss = torch.stack([level.loss for level in assignments]).sum()
         return VQVAEOutput(crop(reconstruction, x), assignments, loss)
 
-    def _padded(self, x: Images) -> Float[Tensor, "b c _ _"]:
-        if x.shape[1] != self.config.channels:
+    def _padded(self, x: Tensor) -> Float[Tensor, "b c _ _"]:
+        if x.ndim != 4 or x.shape[1] != self.config.channels:
             raise ValueError(
-                f"images must have {self.config.channels} channels, got shape {tuple(x.shape)}"
+                f"images must be b c h w and have {self.config.channels} channels, "
+                f"got shape {tuple(x.shape)}"
             )
         bottom, right = (-size % self.stride for size in x.shape[2:])
         return F.pad(x, (0, right, 0, bottom), mode="replicate")
@@ -157,7 +160,10 @@ class VQVAE(Autoencoder):
 class LatentNorm(nn.BatchNorm2d):
     """Affine-free batch normalisation that uses the running statistics for a single position.
 
-    Processes that train together normalise by the statistics of the joined batch.
+    Processes that train together normalise by the statistics of the joined batch. The running
+    statistics stay float32 whatever the module is cast to, since half precision cannot hold a
+    variance above 65504, and a training pass without gradient leaves them alone, unless `momentum`
+    is None and they are being taken anew.
     """
 
     running_mean: Tensor
@@ -170,9 +176,16 @@ class LatentNorm(nn.BatchNorm2d):
     def forward(self, input: Float[Tensor, "b d h w"]) -> Float[Tensor, "b d h w"]:
         if self.training and distributed.process_count() > 1:
             return self._of_joined(input)
-        if input.numel() > self.num_features:
-            return super().forward(input)
-        return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
+        if input.numel() <= self.num_features:
+            return F.batch_norm(input, self.running_mean, self.running_var, eps=self.eps)
+        if self.training and not self._moves:
+            return F.batch_norm(input, None, None, training=True, eps=self.eps)
+        return super().forward(input)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether a training pass changes the running statistics."""
+        return torch.is_grad_enabled() or self.momentum is None
 
     def _of_joined(self, input: Tensor) -> Tensor:
         """torch's SyncBatchNorm, which is made for GPUs alone."""
@@ -184,15 +197,21 @@ class LatentNorm(nn.BatchNorm2d):
         mean = distributed.total(x.sum((0, 1, 2))) / count
         x = x - mean
         variance = distributed.total(x.square().sum((0, 1, 2))) / count
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            seen = float(self.num_batches_tracked)
-            momentum = 1 / seen if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.to(self.running_mean), momentum)
-            unbiased = variance * count / (count - 1)
-            self.running_var.lerp_(unbiased.to(self.running_var), momentum)
+        if self._moves:
+            self._move(mean.detach(), (variance * count / (count - 1)).detach())
         normalized = x * torch.rsqrt(variance + self.eps)
         return rearrange(normalized, "b h w d -> b d h w").to(input.dtype)
+
+    def _move(self, mean: Tensor, variance: Tensor) -> None:
+        self.num_batches_tracked += 1
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean), momentum)
+        self.running_var.lerp_(variance.to(self.running_var), momentum)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
+        return super()._apply(in_full_precision(fn), recurse)
 
 
 class ResidualBlock(nn.Module):

@@ -63,6 +63,15 @@ def check_gradient(gradient: str) -> None:
         raise ValueError(f"gradient must be one of {get_args(Gradient)}, got {gradient!r}")
 
 
+def check_mask(z: Tensor, mask: Tensor | None) -> None:
+    """Raises ValueError for a mask that does not say of every token of z whether it is real."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != z.shape[:-1]):
+        raise ValueError(
+            f"mask must be boolean of shape {tuple(z.shape[:-1])}, True at real tokens; "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
+        )
+
+
 def soft_assignment(
     z: Float[Tensor, "*n d"],
     prototypes: Float[Tensor, "k d"],
@@ -81,9 +90,11 @@ def soft_assignment(
     rises without bound, since dF/dT = -entropy.
 
     Raises ValueError for a temperature that is not positive and finite (a CUDA tensor is not
-    looked at, to spare a synchronisation) and for widths of z and prototypes that differ.
+    looked at, to spare a synchronisation), for widths of z and prototypes that differ, and for a
+    mask of another shape or dtype.
     """
     z, prototypes = _same_space(z, prototypes)
+    check_mask(z, mask)
     t = _checked_temperature(temperature, z)
     if mask is None:
         weights = z.new_ones(z.shape[:-1])

@@ -6,6 +6,7 @@ import os
 import posixpath
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ EXTENSIONS = (
 )
 CHUNK = 256  # images per worker task: small beside memory, large beside the cost of a transfer
 SHOWN_FAILURES = 10
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(eq=False)
@@ -196,6 +198,12 @@ def every_file(store: Folder | Zip, source: str, size: int) -> Pictures:
     return Pictures(sorted(images), read, _class_folder, size, source)
 
 
+def one_file(path: Path, size: int) -> Pictures:
+    """The image file at a path, whatever its ending."""
+    read = partial(_open_file, Folder(Path()).read, "")
+    return Pictures([str(path)], read, _class_folder, size, str(path))
+
+
 def _listed(store: Folder | Zip, source: str) -> tuple[list[str], str, list[str]]:
     """(all entries, the folders that hold all images, the images without these)."""
     entries = [entry for entry in store.entries() if not _is_hidden(entry)]
@@ -244,7 +252,21 @@ def _open_file(read: Callable[[str], bytes], wrapper: str, name: str) -> Image.I
     # Pillow decodes a JPEG whose tail is zeros, as broken copies have it, into invented pixels.
     if data.startswith(b"\xff\xd8") and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
         raise ValueError("the JPEG data has no end")
+    if data.startswith(_PNG):
+        _check_png(data)
     return Image.open(BytesIO(data))
+
+
+def _check_png(data: bytes) -> None:
+    """Raises ValueError for pixels whose checksum, which Pillow does not look at, is wrong."""
+    start, name = len(_PNG), b""
+    while name != b"IEND":
+        end = start + 8 + int.from_bytes(data[start : start + 4])
+        name = data[start + 4 : start + 8]
+        checksum = int.from_bytes(data[end : end + 4])
+        if not name or (name == b"IDAT" and zlib.crc32(data[start + 4 : end]) != checksum):
+            raise ValueError("the PNG data is damaged or has no end")
+        start = end + 4
 
 
 def _rgb_pixels(image: Image.Image, size: int) -> UInt8[np.ndarray, "h w 3"]:

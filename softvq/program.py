@@ -111,12 +111,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def refuse_processes(program: str) -> None:
-    """Raises ValueError in a program that torchrun started although it knows no processes."""
-    if launched_processes() > 1:
-        raise ValueError(f"{program} runs in one process; start it without torchrun")
-
-
 def is_first() -> bool:
     """Whether this process is the one that prints and writes, before the others are joined too."""
     return os.environ.get("RANK", "0") == "0"
@@ -172,13 +166,16 @@ def stored_data(run: str) -> DataConfig | None:
         raise ValueError(f"the data in {run}/{checkpoint.CONFIG} cannot be read: {error}") from None
 
 
-def run_program(action: Callable[[], Any]) -> int:
+def run_program(action: Callable[[], Any], with_torchrun: bool = False) -> int:
     """Prints what `action` returns as JSON, in process 0, and returns the exit status.
 
+    Where torchrun started several processes, an action that does not know them is refused.
     0 for success, 2 for a user's mistake (ValueError), 1 for a training that broke down
     (ArithmeticError) or a file that cannot be written (OSError), 130 after SIGINT.
     """
     try:
+        if launched_processes() > 1 and not with_torchrun:
+            raise ValueError("this program runs in one process; start it without torchrun")
         result = action()
     except ValueError as error:
         return _fail(f"error: {error}", 2)

@@ -12,6 +12,7 @@ from einops import rearrange, reduce
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from softvq.ddcl import check_mask
 from softvq.quantizers import Assignment, DDCLCodebook, DDCLConfig
 
 
@@ -76,12 +77,14 @@ class DDCLReadout(nn.Module):
     ) -> ReadoutOutput:
         """`mask` is True at real tokens; the others may hold anything, NaN included.
 
-        Raises ValueError for tokens of another width.
+        Raises ValueError for tokens that are not b n d or of another width, and for a mask of
+        another shape or dtype.
         """
-        if x.shape[-1] != self.config.dim:
+        if x.ndim != 3 or x.shape[-1] != self.config.dim:
             raise ValueError(
-                f"tokens must have width {self.config.dim}, got shape {tuple(x.shape)}"
+                f"tokens must be b n d and have width {self.config.dim}, got shape {tuple(x.shape)}"
             )
+        check_mask(x, mask)
         if mask is None:
             mask = x.new_ones(x.shape[:2], dtype=torch.bool)
         real = rearrange(mask, "b n -> b n 1")

@@ -18,6 +18,8 @@ Scalar = Float[Tensor, ""]
 # Above Tc every prototype falls into the mean (detached gradient); far below it, weights are hard.
 _HOTTEST = 0.9
 _COLDEST = 1e-6
+# Of log(T / Tc) from 0: the numbers of float32 end a little further on.
+_FARTHEST = 80
 # One step moves log T by at most this much: a single odd batch must not undo the schedule.
 _LARGEST_STEP = 0.2
 
@@ -27,19 +29,19 @@ class FixedTemperature:
     """The same T from first to last, in units of squared distance: the paper's choice."""
 
     value: float = 1.0
-    """Temperature, positive."""
+    """Temperature, positive; held to 1e-34..3e34 in float32, beyond which nothing changes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.value < math.inf:
             raise ValueError(f"value must be positive and finite, got {self.value}")
 
     def initial(self, z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"]) -> Scalar:
-        return prototypes.new_tensor(self.value)
+        return _representable(self.value, prototypes)
 
     def next(
         self, temperature: Scalar, progress: Scalar, entropy: Scalar, critical: Scalar, k: int
     ) -> Scalar:
-        return torch.full_like(temperature, self.value)
+        return _representable(self.value, temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,18 @@ class AnnealedTemperature:
             raise ValueError(f"cooling must lie in (0, 1], got {self.cooling}")
 
     def initial(self, z: Float[Tensor, "n d"], prototypes: Float[Tensor, "k d"]) -> Scalar:
-        return _positive(self.start * critical_temperature(z).to(prototypes))
+        critical = critical_temperature(z).to(prototypes)
+        return self._cooled(critical, torch.zeros_like(critical))
 
     def next(
         self, temperature: Scalar, progress: Scalar, entropy: Scalar, critical: Scalar, k: int
     ) -> Scalar:
-        cooled = (progress / self.cooling).clamp_max(1)
-        return _positive(critical * self.start * (self.end / self.start) ** cooled)
+        return self._cooled(critical, (progress / self.cooling).clamp_max(1))
+
+    def _cooled(self, critical: Scalar, done: Scalar) -> Scalar:
+        """T when that share of the cooling is done."""
+        ratio = math.log(self.start) + done * (math.log(self.end) - math.log(self.start))
+        return _positive(critical * ratio.clamp(-_FARTHEST, _FARTHEST).exp())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +143,13 @@ class EntropyTemperature:
 
 def _positive(temperature: Scalar) -> Scalar:
     """Tokens that are all equal have Tc = 0, and no temperature matters to them."""
-    return temperature.clamp_min(1e4 * torch.finfo(temperature.dtype).tiny)
+    info = torch.finfo(temperature.dtype)
+    return temperature.clamp(1e4 * info.tiny, 1e-4 * info.max)
+
+
+def _representable(value: float, like: Tensor) -> Scalar:
+    """A Python number may be smaller or larger than any that the dtype holds."""
+    return _positive(like.new_tensor(value))
 
 
 TemperaturePolicy = EntropyTemperature | AnnealedTemperature | FixedTemperature

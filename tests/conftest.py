@@ -84,6 +84,41 @@ def model(tiny_config, noise_images):
     return model
 
 
+@pytest.fixture(
+    params=[
+        f"{method}-{levels}" for method in ("ddcl", "vq", "ema") for levels in ("flat", "2level")
+    ]
+)
+def autoencoder(request):
+    """Every architecture with every quantizer, started from noise, with statistics of its own."""
+    import torch
+
+    from softvq import hierarchical
+    from softvq.autoencoder import LatentNorm, VQVAEConfig
+    from softvq.quantizers import DDCLConfig, EMAConfig, StraightThroughConfig
+
+    method, levels = request.param.split("-")
+    codes = dict(dim=4, codebook_size=8)
+    quantizer = {
+        "ddcl": DDCLConfig(**codes),
+        "vq": StraightThroughConfig(**codes, init="data"),
+        "ema": EMAConfig(**codes),
+    }[method]
+    network = dict(hidden=8, residual_hidden=4, residual_blocks=1)
+    config = VQVAEConfig(quantizer=quantizer, **network)
+    if levels == "2level":
+        config = hierarchical.HierarchicalVQVAEConfig(top=quantizer, bottom=quantizer, **network)
+    torch.manual_seed(0)
+    model = hierarchical.build_autoencoder(config)
+    norms = [module for module in model.modules() if isinstance(module, LatentNorm)]
+    for norm in norms:
+        norm.momentum = 1.0
+    model(torch.rand(8, 3, 24, 24) * 2 - 1)
+    for norm in norms:
+        norm.momentum = 0.1
+    return model
+
+
 @pytest.fixture
 def naive_latents():
     """The formula of a model's latents of images."""

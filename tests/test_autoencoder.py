@@ -3,6 +3,7 @@
 The quantizers inside it are tested on their own.
 """
 
+import inspect
 import math
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from softvq.autoencoder import VQVAE, LatentNorm, VQVAEConfig
-from softvq.quantizers import DDCLConfig, EMAConfig, StraightThroughConfig
+from softvq.quantizers import DDCLConfig, EMAConfig, StraightThroughConfig, codebooks
 
 CODES = dict(dim=8, codebook_size=16)
 QUANTIZERS = {
@@ -75,7 +76,77 @@ def test_padding_repeats_the_edges():
     assert_close(model.latents(x), model.latents(x[:, :, rows][..., columns]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["channels last", "transposed", "part of a larger one"])
+def test_the_memory_layout_of_images_changes_nothing(autoencoder, layout):
+    x = images(2, 17, 22)
+    other = {
+        "channels last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "part of a larger one": F.pad(x, (3, 2, 1, 4))[:, :, 1:-4, 3:-2],
+    }[layout]
+    assert torch.equal(x, other)
+    assert x.stride() != other.stride()
+    autoencoder.eval()
+    expected, out = autoencoder(x), autoencoder(other)
+    for level, wanted in zip(out.assignments, expected.assignments, strict=True):
+        assert torch.equal(level.indices, wanted.indices)
+        assert level.indices.shape[0] == 2
+    assert_close(out.reconstruction, expected.reconstruction)
+    indices = tuple(level.indices for level in out.assignments)
+    decoded = autoencoder.decode_indices(indices)[:, :, :17, :22]
+    assert_close(decoded, expected.reconstruction)
+
+
+def test_a_batch_of_two_equals_two_singles(autoencoder):
+    x = images(2, 17, 22)
+    both, *singles = (autoencoder.eval()(part) for part in (x, x[:1], x[1:]))
+    assert_close(both.reconstruction, torch.cat([single.reconstruction for single in singles]))
+    for number, level in enumerate(both.assignments):
+        parts = [single.assignments[number].indices for single in singles]
+        assert torch.equal(level.indices, torch.cat(parts))
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 3, 16), (2, 3, 3, 16, 16)], ids=str)
+def test_images_of_another_rank_are_refused(autoencoder, shape):
+    # The function as users call it, without the suite's check of annotations
+    with pytest.raises(ValueError, match="images must be b c h w and have 3 channels") as caught:
+        inspect.unwrap(type(autoencoder).latents)(autoencoder, torch.zeros(shape))
+    assert str(shape) in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_leaves_the_quantizers_in_float32(autoencoder, dtype):
+    x = images(2, 24, 24)
+    autoencoder.eval()
+    with torch.autocast("cpu", dtype):
+        latents = [autoencoder.latents(x, n) for n in range(len(codebooks(autoencoder)))]
+        out = autoencoder(x)
+    for codebook, z, level in zip(codebooks(autoencoder), latents, out.assignments, strict=True):
+        expected = codebook.assign(z)
+        assert level.loss.dtype == torch.float32
+        for name, value in expected._asdict().items():
+            assert torch.equal(getattr(level, name), value), name
+        exact = codebook.assign(z.float())
+        assert torch.equal(level.indices, exact.indices)
+        assert_close(level.loss, exact.loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_trains_with_finite_loss_and_gradients(autoencoder, dtype):
+    autoencoder.train().to(dtype)
+    out = autoencoder(images(4, 24, 24).to(dtype))
+    (out.loss + out.reconstruction.float().square().mean()).backward()
+    assert out.loss.dtype == torch.float32
+    assert out.loss.isfinite()
+    for name, parameter in autoencoder.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+    for name, value in autoencoder.state_dict().items():
+        kept = "quantizer" in name or "norm" in name
+        assert value.dtype == dtype if not kept else value.dtype not in (dtype, torch.float64), name
+        assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_indices_decode_to_the_evaluated_forward_pass_bit_for_bit(model, dtype):
     x = images(2, 33, 47)
     model(x)
@@ -116,13 +187,21 @@ def test_another_number_of_channels_is_refused(channels):
         small()(images(1, 8, 8, channels=channels))
 
 
-def test_evaluation_changes_no_state(model):
-    model(images(4, 16, 16))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.eval()
-    for size in (8, 16):
-        model(images(3, size, size))
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
+@pytest.mark.parametrize("training", [True, False])
+def test_passes_without_gradient_or_in_eval_mode_change_no_state(autoencoder, training):
+    before = {name: value.clone() for name, value in autoencoder.state_dict().items()}
+    autoencoder.train(training)
+    with torch.set_grad_enabled(not training):
+        for size in (1, 8, 16):
+            autoencoder(images(3, size, size))
+    assert_close(autoencoder.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_pass_without_gradient_gives_what_one_with_it_does(autoencoder):
+    x = images(4, 16, 16)
+    with torch.no_grad():
+        found = autoencoder.train()(x)
+    assert_close(found.reconstruction, autoencoder(x).reconstruction)
 
 
 def test_encoder_and_quantizer_receive_the_gradient_of_the_reconstruction(model):
@@ -186,6 +265,16 @@ def test_latents_are_normalised_as_by_batch_normalisation():
         assert_close(got.mean((0, 2, 3)), torch.zeros(8), rtol=0, atol=1e-5)
     assert_close(norm.state_dict(), peer.state_dict(), rtol=0, atol=0)
     assert torch.equal(norm.eval()(z), peer.eval()(z))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_variance_that_half_precision_cannot_hold_is_kept(dtype):
+    norm, x = LatentNorm(2).to(dtype), 1000 * torch.randn(4, 2, 8, 8)
+    norm.momentum = 1.0
+    assert_close(norm(x.to(dtype)).float().var(), torch.tensor(1.0), rtol=0.02, atol=0)
+    assert norm.running_var.dtype == torch.float32
+    assert_close(norm.running_var, x.to(dtype).float().var((0, 2, 3)), rtol=0.01, atol=0)
+    assert_close(norm.eval()(x.to(dtype)).float().var(), torch.tensor(1.0), rtol=0.02, atol=0)
 
 
 def test_a_single_position_is_normalised_by_the_running_statistics():

@@ -5,6 +5,7 @@ What is particular to one method is tested in the file that bears its name.
 
 import copy
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -111,11 +112,20 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 @MODES
 @pytest.mark.parametrize("layout", layouts())
-def test_every_layout_gives_the_same_codes(method, layout, training):
+def test_every_layout_gives_the_same_codes_and_gradients(method, layout, training):
     z, indices = layouts()[layout]
+    z = z.requires_grad_()
     out = holding(method, torch.eye(4)).train(training)(z)
     assert torch.equal(out.indices, indices)
     assert torch.equal(out.quantized, z)
+    ramp = 1 + rearrange(indices, "... -> ... 1") + torch.linspace(-1, 1, 4)
+    (gradient,) = torch.autograd.grad((out.quantized * ramp).sum(), z)
+    # What comes back to a token depends on its code alone, wherever it lies.
+    flat = holding(method, torch.eye(4)).train(training)
+    x = torch.eye(4).requires_grad_()
+    ramp = 1 + torch.arange(4.0)[:, None] + torch.linspace(-1, 1, 4)
+    (expected,) = torch.autograd.grad((flat(x).quantized * ramp).sum(), x)
+    assert_close(gradient, expected[indices])
 
 
 def test_a_batch_of_two_equals_two_singles(method):
@@ -198,6 +208,55 @@ def test_padding_changes_nothing(method, padding):
     assert (grad_padded[~mask] == 0).all()
     assert_close(grad_prototypes_padded, grad_prototypes)
     assert_close(after_padded, after)
+
+
+@MODES
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"]
+)
+def test_a_row_that_is_all_padding_is_zero_and_harms_no_other(method, dtype, training):
+    z = tokens(2, 5, DIM, dtype=dtype)
+    z[1] = math.nan
+    z.requires_grad_()
+    mask = torch.tensor([[True] * 5, [False] * 5])
+    codebook = started(method).train(training)
+    codes = codebook.prototypes.detach().clone()
+    alone = copy.deepcopy(codebook).assign(z[:1])
+    out = codebook.assign(z, mask)
+    (out.loss + out.quantized[0].float().square().sum()).backward()
+    assert torch.equal(out.quantized[0], alone.quantized[0])
+    assert torch.equal(out.quantized[0], codes[out.indices[0]].to(dtype))
+    assert torch.equal(out.quantized[1], torch.zeros(5, DIM, dtype=dtype))
+    assert torch.equal(out.soft[1], torch.zeros(5, DIM, dtype=dtype))
+    assert (out.indices[1] == -1).all()
+    assert_close(out.loss, alone.loss, rtol=1e-6, atol=1e-6)
+    assert_close(out.usage, alone.usage, rtol=1e-6, atol=1e-6)
+    assert z.grad[0].isfinite().all()
+    assert torch.equal(z.grad[1], torch.zeros(5, DIM, dtype=dtype))
+    for value in (*codebook.state_dict().values(), *(p.grad for p in codebook.parameters())):
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (torch.ones(5, dtype=torch.bool), "torch.bool of shape (5,)"),
+        (torch.ones(2, 1, dtype=torch.bool), "torch.bool of shape (2, 1)"),
+        (torch.ones(5, 2, dtype=torch.bool), "torch.bool of shape (5, 2)"),
+        (torch.ones(2, 5, dtype=torch.int64), "torch.int64 of shape (2, 5)"),
+        (torch.ones(2, 5), "torch.float32 of shape (2, 5)"),
+    ],
+    ids=["one row", "one column", "transposed", "integers", "floats"],
+)
+def test_a_mask_that_does_not_fit_is_refused(method, mask, got):
+    z, codebook = tokens(2, 5, DIM), started(method)
+    # The functions as users call them, without the suite's check of annotations
+    for call in (method.assign, method.initialize):
+        with pytest.raises(
+            ValueError, match=re.escape("mask must be boolean of shape (2, 5)")
+        ) as e:
+            inspect.unwrap(call)(codebook, z, mask)
+        assert got in str(e.value)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -318,20 +377,78 @@ def test_casting_to_double_computes_in_double(method):
     assert all(x.dtype != torch.float64 for x in codebook.float().state_dict().values())
 
 
-@pytest.mark.parametrize("how", ["cast", "autocast"])
+@pytest.mark.parametrize("how", ["cast", "autocast", "float16 tokens", "bfloat16 tokens"])
 def test_codes_far_from_zero_survive_half_precision(method, how):
     # C01: |z|² = 102400 overflows float16
     codebook = holding(method, torch.tensor([41.0, 40.0])[:, None].expand(2, 64))
     z = torch.full((1, 64), 40.0)
     if how == "cast":
         codebook, z = codebook.half(), z.half()
+    if how.endswith("tokens"):
+        z = z.to(getattr(torch, how.split()[0]))
     with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
-        out, grad, _, after = trained(codebook, z)
+        out, grad, grad_prototypes, after = trained(codebook, z)
     assert out.indices.tolist() == [1]
     assert torch.equal(out.quantized, z)
     assert_close(out.reconstruction + out.variance, torch.tensor(0.0))
+    # DDCL's loss has the divergence from even use as well; one token cannot use two codes.
+    even = 0.1 * math.log(2) if method is DDCLCodebook else 0.0
+    assert_close(out.loss, torch.tensor(even), rtol=1e-4, atol=1e-6)
     assert grad.isfinite().all()
+    assert grad_prototypes is None or grad_prototypes.isfinite().all()
     assert all(value.isfinite().all() for value in after.values())
+
+
+@MODES
+def test_more_tokens_of_one_code_than_half_precision_counts(method, training):
+    codebook = holding(method, torch.tensor([[1.0] * 4, [50.0] * 4])).half().train(training)
+    out = codebook.assign(torch.ones(70_000, 4, dtype=torch.float16))
+    assert out.counts.tolist() == [70_000, 0]
+    assert_close(out.usage, torch.tensor([70_000.0, 0.0]))
+    assert out.usage.dtype == out.loss.dtype == torch.float32
+    assert_close(out.reconstruction + out.variance, torch.tensor(0.0))
+    assert out.loss.isfinite()
+    assert all(value.dtype != torch.float16 for value in codebook.state_dict().values())
+    assert all(value.isfinite().all() for value in codebook.state_dict().values())
+
+
+@pytest.mark.parametrize(("beta", "slope"), [(0.25, 0.5), (0.5, 1.0), (0.0, 0.0)])
+def test_the_commitment_weight_moves_z_towards_the_code_and_nothing_else(method, beta, slope):
+    # C03: the loss of a swapped weight is the same, only its gradients are not.
+    codebook = method(dim=1, codebook_size=1, commitment_weight=beta)
+    codebook.initialize(torch.zeros(4, 1))
+    with torch.no_grad():
+        codebook.prototypes.zero_()
+    z = torch.tensor([[1.0]], requires_grad=True)
+    loss = codebook(z).loss
+    loss.backward()
+    # In value DDCL's two shares are one L_q; EMA has no codebook term, its code moves by averages.
+    shares = {DDCLCodebook: 1.0, StraightThroughVQ: 1 + beta, EMAVQ: beta}
+    assert loss.item() == pytest.approx(shares[method])
+    assert z.grad.item() == pytest.approx(slope)
+    if method is EMAVQ:
+        assert not codebook.prototypes.requires_grad
+    else:
+        assert codebook.prototypes.grad.item() == pytest.approx(-2.0)
+
+
+def test_codes_and_indices_are_those_of_before_the_pass_though_it_moves_and_revives_codes(method):
+    # C04: searched, updated, and only then looked up, they are no longer those of the search.
+    options = {EMAVQ: dict(decay=0.0, dead_below=0.9), DDCLCodebook: dict(dead_below=0.98)}
+    torch.manual_seed(0)
+    codebook = method(dim=DIM, codebook_size=SIZE, **options.get(method, {}))
+    codebook.initialize(tokens(256, DIM, seed=0))
+    moved = revived = 0
+    for seed in range(8):
+        before = codebook.prototypes.detach().clone()
+        z = tokens(9, DIM, seed=seed)
+        out = codebook.assign(z)
+        assert torch.equal(out.quantized, before[out.indices])
+        error = (z - out.soft).square().sum(1).mean()
+        assert_close(out.reconstruction, error)
+        moved += not torch.equal(codebook.prototypes, before)
+        revived += out.revived.item()
+    assert (moved > 0) == (revived > 0) == (method in options)
 
 
 @HALVES

@@ -119,15 +119,81 @@ def test_statistics_are_those_of_the_weights():
     assert_close(assignment.usage, q.sum(0))
 
 
-def test_weights_of_wide_codes_in_half_precision_are_right():
-    # C01: d = [64, 0] at T = 1, where |z|² overflows float16
-    z = torch.full((1, 64), 40.0, dtype=torch.float16)
-    codebook = started(z.float(), size=2, temperature=FixedTemperature(value=1.0)).half()
+def with_codes(codes: torch.Tensor, temperature: float, **options) -> DDCLCodebook:
+    codebook = started(
+        codes, len(codes), temperature=FixedTemperature(value=temperature), **options
+    )
     with torch.no_grad():
-        codebook.prototypes.copy_(repeat(torch.tensor([41.0, 40.0]), "k -> k d", d=64))
-    assignment = codebook.eval().assign(z)
-    assert_close(assignment.usage, torch.tensor([math.exp(-64), 1.0]), rtol=1e-4, atol=0)
+        codebook.prototypes.copy_(codes)
+    return codebook
+
+
+@pytest.mark.parametrize("how", ["cast", "autocast", "float16 tokens", "bfloat16 tokens"])
+def test_weights_of_wide_codes_in_half_precision_are_right(how):
+    # C01: d = [64, 0] at T = 1, where |z|² overflows float16
+    codebook = with_codes(repeat(torch.tensor([41.0, 40.0]), "k -> k d", d=64), 1.0)
+    z = torch.full((1, 64), 40.0)
+    if how == "cast":
+        codebook, z = codebook.half(), z.half()
+    if how.endswith("tokens"):
+        z = z.to(getattr(torch, how.split()[0]))
+    with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
+        assignment = codebook.assign(z)
+        weights = codebook.weights(z)
+    expected = torch.tensor([math.exp(-64), 1.0])
+    assert_close(assignment.usage, expected, rtol=1e-4, atol=0)
+    assert_close(weights[0], expected, rtol=1e-4, atol=0)
     assert torch.equal(assignment.soft, z)
+
+
+# Down to where float32, and then the temperature itself, is out of numbers
+COLD = (1e-2, 1e-6, 1e-20, 1e-38, 1e-40, 1e-60, 1e-300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [*COLD, 1e-3, 1e-4])
+def test_a_cold_codebook_is_hard_and_finite(temperature, dtype):
+    # C02: d = [25, 16]
+    codebook = with_codes(torch.tensor([[0.0], [1.0]]), temperature)
+    z = torch.tensor([[5.0]], dtype=dtype, requires_grad=True)
+    assignment, weights = codebook.assign(z), codebook.weights(z)
+    assert_close(assignment.usage, torch.tensor([0.0, 1.0]), rtol=0, atol=1e-7)
+    assert_close(weights, torch.tensor([[0.0, 1.0]]), rtol=0, atol=1e-7)
+    (assignment.loss + assignment.quantized.sum() + weights[0, 0]).backward()
+    for value in (assignment.loss, z.grad, codebook.prototypes.grad, codebook.temperature):
+        assert value.isfinite().all()
+    assert assignment.reconstruction.item() == pytest.approx(16)
+    # Exact ties share equally, be it codes that are the same or tokens in the middle.
+    for codes, token in (([[1.0], [1.0]], 1.0), ([[2.0], [-2.0]], 0.0)):
+        codebook = with_codes(torch.tensor(codes), temperature)
+        z = torch.tensor([[token]], dtype=dtype)
+        assert codebook.weights(z).tolist() == [[0.5, 0.5]]
+        assert codebook.assign(z).usage.tolist() == [0.5, 0.5]
+
+
+def test_the_temperature_divides_the_squared_distance():
+    codebook = with_codes(torch.tensor([[0.0], [1.0]]), 0.5).eval()
+    expected = torch.tensor([0.8808, 0.1192])
+    assert_close(codebook.assign(torch.zeros(1, 1)).usage, expected, rtol=0, atol=1e-4)
+    assert_close(codebook.weights(torch.zeros(1, 1))[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e300])
+def test_a_hot_codebook_weighs_its_codes_alike(temperature):
+    codebook = with_codes(torch.tensor([[0.0], [1.0]]), temperature).eval()
+    assignment = codebook.assign(torch.tensor([[5.0]]))
+    assert_close(assignment.usage, torch.tensor([0.5, 0.5]))
+    assert_close(assignment.soft, torch.tensor([[0.5]]))
+    assert assignment.loss.isfinite()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_temperature_set_by_hand_that_cannot_be_is_refused(bad):
+    codebook = with_codes(torch.tensor([[0.0], [1.0]]), 1.0)
+    codebook.temperature.fill_(bad)
+    for call in (codebook.assign, codebook.weights):
+        with pytest.raises(ValueError, match=f"temperature must be positive and finite, got {bad}"):
+            call(torch.zeros(1, 1))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -309,6 +375,27 @@ def test_padding_and_broken_tokens_never_become_codes():
     for _ in range(50):
         codebook.assign(z, mask)
     assert torch.isin(codebook.prototypes[1], z[40::2]).all()
+
+
+@pytest.mark.parametrize(
+    "z", [torch.ones(64, 1), torch.tensor([[0.1], [0.2], [0.3]])], ids=["constant", "three tokens"]
+)
+def test_more_dead_codes_than_distinct_tokens_share_the_tokens(z):
+    # C05: the refill of a codebook whose codes are all out of reach but one
+    policy = FixedTemperature(value=0.01)
+    codebook = started(torch.linspace(-1, 1, 60)[:, None], 8, temperature=policy, dead_below=0.9)
+    with torch.no_grad():
+        codebook.prototypes[1:] = 1000 + torch.arange(7.0)[:, None]
+    codebook.share[1:] = 0.0
+    assert codebook.assign(z).revived == 7
+    assert codebook.prototypes.shape == (8, 1)
+    assert torch.isin(codebook.prototypes[1:], z).all()
+    # Every token is taken before one is taken twice.
+    assert len(codebook.prototypes[1:].unique()) == len(z.unique())
+    for _ in range(5):
+        assignment = codebook.assign(z)
+        assert assignment.loss.isfinite()
+        assert all(value.isfinite().all() for value in codebook.state_dict().values())
 
 
 def test_a_batch_without_a_real_token_revives_none_and_keeps_the_shares():

@@ -80,7 +80,7 @@ def test_the_top_is_one_halving_above_the_bottom(downsamplings):
     assert bottom.shape == (2, 64 // model.stride, 32 // model.stride)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_indices_decode_to_the_evaluated_forward_pass_bit_for_bit(model, dtype):
     x = images(2, 33, 47)
     model(x)
@@ -211,13 +211,6 @@ def test_the_architecture_follows_the_type_of_the_configuration():
     assert type(build_autoencoder(small().config)) is HierarchicalVQVAE
     with pytest.raises(ValueError, match="NetworkConfig"):
         build_autoencoder(NetworkConfig())
-
-
-def test_evaluation_changes_no_state(model):
-    model(images(4, 16, 16))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model.eval()(images(3, 24, 24))
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_exactly_the_split_of_an_image_array(noise_images):

@@ -233,13 +233,15 @@ def test_shrinking_is_antialiased(decoded):
 
 def damaged():
     jpeg = encode(noise(1, 64), "JPEG")
-    png = encode(noise(1, 64))
+    png, smooth = encode(noise(1, 64)), encode(noise(1, 8).resize((64, 64)))
     return {
         "cut.jpg": jpeg[: len(jpeg) * 6 // 10],
         "cut.png": png[: len(png) * 6 // 10],
         "empty.png": b"",
         "text.png": b"not an image\n",
         "zeros.jpg": jpeg[: len(jpeg) * 6 // 10] + bytes(len(jpeg) * 4 // 10),
+        # Which Pillow decodes without complaint, though four tenths of the pixels are missing.
+        "zeros.png": smooth[: len(smooth) * 6 // 10] + bytes(len(smooth) * 4 // 10),
     }
 
 
@@ -248,7 +250,7 @@ def test_damaged_files_are_all_named(tmp_path, store, noise_pngs, monkeypatch, w
     monkeypatch.setattr(image_files, "CHUNK", 4)
     files = {**noise_pngs(10, "train/good/"), **noise_pngs(2, "test/")}
     files |= {f"train/bad/{name}": content for name, content in damaged().items()}
-    with pytest.raises(ValueError, match="5 of 15 images cannot be used") as caught:
+    with pytest.raises(ValueError, match="6 of 16 images cannot be used") as caught:
         load(store(tmp_path, files), workers=workers)
     message = str(caught.value)
     positions = [message.index(f"train/bad/{name}") for name in sorted(damaged())]
@@ -256,6 +258,43 @@ def test_damaged_files_are_all_named(tmp_path, store, noise_pngs, monkeypatch, w
     assert "good" not in message
     assert "0x" not in message
     assert len(load(tmp_path, "test", workers=workers)) == 2
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        *((name, {}) for name in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "JPEG2000", "PPM")),
+        *((name, {}) for name in ("TGA", "AVIF", "DIB")),
+        ("JPEG", dict(progressive=True)),
+        ("TIFF", dict(compression="tiff_lzw")),
+        ("TIFF", dict(compression="tiff_deflate")),
+        ("WEBP", dict(lossless=True)),
+        ("TGA", dict(compression="tga_rle")),
+    ],
+)
+@pytest.mark.parametrize("smooth", [False, True], ids=["noise", "smooth"])
+def test_a_file_that_is_cut_short_is_refused_whatever_its_format(
+    decoded, format, options, share, smooth
+):
+    picture = noise(1, 4).resize((64, 64)) if smooth else noise(1, 64)
+    content = encode(picture, format, **options)
+    assert decoded("a.png", content).shape == (16, 16, 3)
+    with pytest.raises(ValueError, match=r"1 of 1 images cannot be used.*train/a\.png"):
+        decoded("a.png", content[: int(share * len(content))])
+
+
+def test_pixels_of_a_png_with_a_wrong_checksum_are_refused_and_odd_notes_are_not(decoded):
+    pixels = np.asarray(noise(1))
+    whole = raw_png(pixels, 8, 2)
+    np.testing.assert_array_equal(decoded("a.png", whole + b"more"), pixels)
+    noted = raw_png(pixels, 8, 2, (b"tEXt", b"Comment\0none"))
+    np.testing.assert_array_equal(decoded("a.png", noted), pixels)
+    place = whole.index(b"IDAT") + 40  # in the middle of the pixels
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for damaged in (flipped, whole[: whole.index(b"IEND") - 4], whole[:-14]):
+        with pytest.raises(ValueError, match="the PNG data is damaged or has no end"):
+            decoded("a.png", damaged)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -3,8 +3,11 @@
 Where a process of its own is not the point, `main` is called in the process of the tests.
 """
 
+import importlib
+import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -21,12 +24,12 @@ import torch
 from PIL import Image
 
 import train_vqvae
-from eval import compare, reconstruct
+from eval import classifier, compare, explain, quality, reconstruct, sample, sampling_speed
 from models import MODELS
 from softvq import checkpoint, loop
 from softvq.prior import __main__ as prior
 from softvq.program import Interrupted, run_program
-from softvq.quantizers import codebooks
+from softvq.quantizers import EMAConfig, build, codebooks
 
 ROOT = Path(__file__).parents[1]
 MODEL = ("--model.hidden", "8", "--model.quantizer.codebook-size", "16")
@@ -315,6 +318,8 @@ def test_ctrl_c_while_an_epoch_is_evaluated_ends_the_run_after_it(
     [
         (("--train.epochs", "4"), "train.epochs is 3 there and 4 here"),
         (("--train.lr", "0.002"), "train.lr is 0.001 there and 0.002 here"),
+        (("--train.eps", "0.5"), "train.eps is 0.1 there and 0.5 here"),
+        (("--model.quantizer.codebook-size", "17"), "codebook_size is 16 there and 17 here"),
         (("--data.train-images", "49"), "data.train_images is 48 there and 49 here"),
         (
             ("--model.quantizer.temperature.start", "5"),
@@ -347,6 +352,9 @@ def test_another_model_in_the_same_folder_is_refused(finished, capsys):
         (("--model.hidden", "1"), "hidden must be at least 2, got 1"),
         (("--model.quantizer.codebook-size", "0"), "codebook_size must be at least 1"),
         (("--model.quantizer.temperature.end", "0.5"), "1 < end <= warm <= start, got 4.0, 1.3"),
+        (("--model.quantizer.temperature.start", "nan"), "<= start, got nan, 1.3"),
+        (("--model.quantizer.temperature.gain", "0"), "gain must lie in (0, 1], got 0.0"),
+        (("--model.quantizer.commitment-weight", "-1"), "commitment_weight must be 0 or more, got"),
         (("--data.image-size", "0"), "image_size must be at least 1, got 0"),
         (("--data.image-size", "1000"), "image_size must be at most 128 for photos"),
         (("--data.train-images", "9999999"), "train_images must be at most 8192"),
@@ -366,12 +374,26 @@ def test_a_flag_out_of_bounds_ends_with_status_2_and_no_run(tmp_path, capsys, fl
     assert not (tmp_path / "run").exists()
 
 
-def test_several_processes_are_refused_where_they_are_not_known(tmp_path, capsys, monkeypatch):
+PROGRAMS = sorted(
+    f"eval.{path.stem}"
+    for path in (ROOT / "eval").glob("*.py")
+    if "def main(" in path.read_text() and path.stem != "__init__"
+)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", [*PROGRAMS, "softvq.prior.__main__"])
+def test_several_processes_are_refused_where_they_are_not_known(
+    tmp_path, capsys, monkeypatch, name, rank
+):
+    assert len(PROGRAMS) > 12
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert compare.main(["photos-ddcl", "--out", str(tmp_path / "study")]) == 2
-    assert "eval.compare runs in one process; start it without torchrun" in capsys.readouterr().err
-    assert prior.main([str(tmp_path / "run")]) == 2
-    assert "softvq.prior runs in one process; start it without torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.chdir(tmp_path)
+    assert importlib.import_module(name).main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: this program runs in one process; start it without torchrun\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -442,7 +464,109 @@ def split_folder(root: Path, train_images: int, test_images: int) -> Path:
 SMALL_DATA = ("--data.train-images", "0", "--data.test-images", "0", "--train.batch-size", "64")
 
 
-@pytest.mark.parametrize("model", METHODS)
+def test_the_commitment_weight_on_the_command_line_is_that_of_z():
+    # C03, through the flags
+    for name in METHODS:
+        slopes = []
+        for weight in ("0.25", "0.5"):
+            flags = ("dim", "1", "codebook-size", "1", "commitment-weight", weight)
+            named = [f"--model.quantizer.{x}" if n % 2 == 0 else x for n, x in enumerate(flags)]
+            config = train_vqvae.parse([name, *named])[1].model.quantizer
+            codebook = build(config)
+            codebook.initialize(torch.zeros(4, 1))
+            with torch.no_grad():
+                codebook.prototypes.zero_()
+            z = torch.ones(1, 1, requires_grad=True)
+            codebook(z).loss.backward()
+            slopes.append(z.grad.item())
+            if not isinstance(config, EMAConfig):
+                assert codebook.prototypes.grad.item() == pytest.approx(-2.0)
+        assert slopes == pytest.approx([0.5, 1.0])
+        levels = [name.replace("photos", "cifar10") + "-2level"]
+        levels += ["--model.top.commitment-weight", "0.5", "--model.bottom.commitment-weight", "2"]
+        weights = [q.commitment_weight for q in train_vqvae.parse(levels)[1].model.quantizers]
+        assert weights == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_bfloat16_runs_like_float32_with_codes_in_float32(finished, tmp_path, model, no_figures):
+    assert train(tmp_path / "run", "--train.precision", "bfloat16", model=model) == 0
+    found, expected = records(tmp_path / "run"), records(finished[model])
+    for record, wanted in zip(found, expected, strict=True):
+        assert all(math.isfinite(value) for value in record.values())
+        for name in ("test/psnr_hard", "test/psnr_soft"):
+            assert record[name] == pytest.approx(wanted[name], abs=0.3)
+    state, _ = checkpoint.read_tensors(tmp_path / "run" / "model.safetensors")
+    assert not any(value.dtype == torch.bfloat16 for value in state.values())
+    for codebook in codebooks(checkpoint.load(tmp_path / "run")):
+        assert codebook.prototypes.dtype == torch.float32
+        assert codebook.prototypes.isfinite().all()
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_images_of_one_colour_give_a_finite_model(tmp_path, model, no_figures):
+    # C05: the start finds fewer distinct tokens than codes.
+    for part, count in (("train", 12), ("test", 3)):
+        (tmp_path / "images" / part).mkdir(parents=True)
+        for number in range(count):
+            picture = Image.new("RGB", (16, 16), (200, 100, 50))
+            picture.save(tmp_path / "images" / part / f"{number}.png")
+    flags = ("--data.source", tmp_path / "images", "--data.image-size", "16", *SMALL_DATA)
+    assert train(tmp_path / "run", *flags, model=model) == 0
+    for codebook in codebooks(checkpoint.load(tmp_path / "run")):
+        assert codebook.prototypes.shape == (codebook.codebook_size, codebook.dim)
+        assert codebook.prototypes.isfinite().all()
+        assert len(codebook.prototypes.unique(dim=0)) == codebook.codebook_size
+    for record in records(tmp_path / "run"):
+        assert all(math.isfinite(value) for value in record.values())
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["absent"]["nmse"] == "all pixels have the same colour"
+    assert report["test/psnr_hard"] > 0
+
+
+RATES = (
+    1e-3,
+    9.755e-4,
+    9.045e-4,
+    7.939e-4,
+    6.545e-4,
+    5e-4,
+    3.4549e-4,
+    2.0611e-4,
+    9.549e-5,
+    2.447e-5,
+)
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_the_learning_rates_after_a_pause_are_those_without_one(
+    tmp_path, model, no_figures, monkeypatch
+):
+    # C12: ten epochs of one step, stopped after the fifth
+    used: list[list[float]] = []
+    step = train_vqvae.train_step
+
+    def noting(trained, optimizer, *arguments):
+        used.append([group["lr"] for group in optimizer.param_groups])
+        return step(trained, optimizer, *arguments)
+
+    flags = ("--train.epochs", 10, "--train.batch-size", 16, "--train.eps", "0.1")
+    flags += ("--data.train-images", 16, "--data.test-images", 4)
+    monkeypatch.setattr(train_vqvae, "train_step", noting)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, "evaluate", 4, press_ctrl_c)
+        assert train(tmp_path, *flags, model=model) == 130
+    assert len(used) == 5
+    assert train(tmp_path, *flags, model=model) == 0
+    assert len(used) == 10
+    learned = "ema" not in model
+    for epoch, (rates, rate) in enumerate(zip(used, RATES, strict=True)):
+        exact = 1e-3 * math.cos(math.pi * epoch / 20) ** 2
+        assert rate == pytest.approx(exact, abs=5e-8)
+        assert rates == pytest.approx([exact, 10 * exact] if learned else [exact], abs=1e-12)
+
+
+@pytest.mark.parametrize("model", RUNS)
 def test_a_set_smaller_than_a_batch_trains(tmp_path, model, no_figures):
     images = split_folder(tmp_path / "images", 5, 1)
     flags = ("--data.source", images, *SMALL_DATA, "--train.epochs", "1")
@@ -458,24 +582,48 @@ def test_a_set_smaller_than_a_batch_trains(tmp_path, model, no_figures):
         assert train(tmp_path / "run", *flags, model=model) == 0
     (record,) = records(tmp_path / "run")
     assert record["steps"] == 1
-    assert record["train/tokens"] == 5 * 64
+    assert tokens_of(record, "train") == 5 * 64
     changed = checkpoint.load(tmp_path / "run").state_dict()
-    for name in ("encoder.0.weight", "decoder.0.weight"):
-        assert not torch.equal(changed[name], seen[0][name])
-    assert not torch.equal(
-        changed["quantizer.prototypes"],
-        seen[0]["quantizer.prototypes"],
-    )
+    still = [name for name in changed if torch.equal(changed[name], seen[0][name])]
+    moving = ("weight", "bias", "prototypes")
+    assert not [name for name in still if name.endswith(moving)]
 
 
-def test_a_last_batch_of_one_is_seen_like_the_others(tmp_path, no_figures):
+def tokens_of(record: dict, split: str) -> int:
+    """Of the finest level."""
+    return record.get(f"{split}/tokens", record.get(f"{split}/tokens_level2"))
+
+
+@pytest.mark.parametrize("model", RUNS)
+def test_a_last_batch_of_one_is_seen_like_the_others(tmp_path, model, no_figures):
     images = split_folder(tmp_path / "images", 65, 3)
     flags = ("--data.source", images, *SMALL_DATA, "--train.epochs", "2")
-    assert train(tmp_path / "run", *flags) == 0
+    assert train(tmp_path / "run", *flags, model=model) == 0
     log = records(tmp_path / "run")
     assert [record["steps"] for record in log] == [2, 4]
-    assert [record["train/tokens"] for record in log] == [65 * 64] * 2
-    assert [record["test/tokens"] for record in log] == [3 * 64] * 2
+    assert [tokens_of(record, "train") for record in log] == [65 * 64] * 2
+    assert [tokens_of(record, "test") for record in log] == [3 * 64] * 2
+
+
+@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("size", [32, 4])
+def test_one_image_trains_be_it_of_one_token(tmp_path, model, size, no_figures):
+    images = split_folder(tmp_path / "images", 1, 1)
+    flags = ("--data.source", images, *SMALL_DATA, "--data.image-size", size)
+    assert train(tmp_path / "run", *flags, model=model) == 0
+    log = records(tmp_path / "run")
+    assert [record["steps"] for record in log] == [1, 2, 3]
+    tokens = (size // 4) ** 2 if model in METHODS else max(4, (size // 4) ** 2)
+    assert [tokens_of(record, "train") for record in log] == [tokens] * 3
+    assert all(math.isfinite(value) for record in log for value in record.values())
+
+
+def test_an_empty_split_is_refused_before_anything_is_written(tmp_path, capsys):
+    images = pngs(tmp_path / "images" / "train", 3).parent
+    (images / "test").mkdir()
+    assert train(tmp_path / "run", "--data.source", images, *SMALL_DATA) == 2
+    assert "gives 3 train, 0 test images; both need at least 1" in error_of(capsys.readouterr())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -488,36 +636,179 @@ def test_too_few_images_are_refused_before_anything_is_written(tmp_path, capsys,
     assert not (tmp_path / "run").exists()
 
 
-def test_broken_files_are_named_and_no_run_is_written(tmp_path, capsys):
-    # C10: one file cut short, one empty, among good ones
-    images = pngs(tmp_path / "images", 10)
-    whole = (images / "3.png").read_bytes()
-    (images / "cut.png").write_bytes(whole[: len(whole) * 6 // 10])
-    (images / "zero.png").write_bytes(b"")
-    assert train(tmp_path / "run", "--data.source", images, *SMALL_DATA) == 2
+def with_broken_files(folder: Path, good: int) -> Path:
+    """C10: a JPEG cut at 60 % of its bytes and an empty PNG, among good files; none is a test."""
+    pngs(folder / "test" / "a", 2, seed=1)
+    pngs(folder / "train" / "a", good)
+    file = io.BytesIO()
+    pixels = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "JPEG")
+    (folder / "train" / "a" / "cut.jpg").write_bytes(file.getvalue()[: file.tell() * 6 // 10])
+    (folder / "train" / "a" / "zero.png").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork")
+@pytest.mark.parametrize("good", [10, 0], ids=["among good ones", "all bad"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("memory", [4096, 0], ids=["in memory", "streamed"])
+def test_broken_files_are_named_and_no_run_is_written(tmp_path, capsys, workers, memory, good):
+    images = with_broken_files(tmp_path / "images", good)
+    flags = ("--data.source", images, *SMALL_DATA)
+    flags += ("--data.workers", workers, "--data.memory-mib", memory)
+    assert train(tmp_path / "run", *flags) == 2
     line = error_of(capsys.readouterr())
-    assert "cut.png" in line
-    assert "zero.png" in line
+    assert f"2 of {good + 2} images cannot be used" in line
+    assert "train/a/cut.jpg" in line
+    assert "train/a/zero.png (empty file)" in line
     assert not (tmp_path / "run").exists()
 
 
-def evaluated(capsys, *arguments: object) -> dict:
-    assert status_of(reconstruct.main, *arguments) == 0
+@pytest.mark.parametrize("good", [10, 0], ids=["among good ones", "all bad"])
+def test_broken_files_are_named_by_every_program_that_reads_images(
+    finished, generative_run, tmp_path, capsys, good
+):
+    images = with_broken_files(tmp_path / "images", good)
+    (images / "train").rename(tmp_path / "train")
+    (images / "test").rename(images / "train")  # for the programs that read the test split alone
+    (tmp_path / "train").rename(images / "test")
+    run, out = finished["photos-ddcl"], tmp_path / "out"
+    cut, count = images / "test" / "a" / "cut.jpg", good + 2
+    small = ("--data.image-size", 16, "--data.workers", 0, "--out", out)
+    commands = [
+        (reconstruct.main, (run, "--data", images), ("cut.jpg", "zero.png")),
+        (classifier.main, ("--data.source", images, *small), ("cut.jpg", "zero.png")),
+        (
+            sample.main,
+            (
+                generative_run,
+                "--complete",
+                "--images",
+                images / "test",
+                "--num",
+                count,
+                *small[-2:],
+            ),
+            ("cut.jpg", "zero.png"),
+        ),
+        (explain.main, (run, "--image", cut, "--html", out), ("cut.jpg",)),
+        (
+            explain.main,
+            (run, "--image", cut.with_name("zero.png"), "--html", out),
+            ("zero.png (empty file)",),
+        ),
+    ]
+    for main, arguments, named in commands:
+        assert status_of(main, *arguments) == 2
+        line = error_of(capsys.readouterr())
+        assert f"{len(named)} of {1 if main is explain.main else count} images cannot" in line
+        assert all(name in line for name in named)
+        assert not out.exists()
+
+
+def test_a_jpeg_with_an_invented_end_is_refused_by_name(finished, tmp_path, capsys):
+    # A broken copy whose tail is zeros; Pillow would make grey rows of it.
+    file = io.BytesIO()
+    pixels = np.random.default_rng(2).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "JPEG")
+    whole, path = file.getvalue(), tmp_path / "zeros.jpg"
+    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) // 2))
+    arguments = ("--image", path, "--html", tmp_path / "page.html")
+    assert status_of(explain.main, finished["photos-ddcl"], *arguments) == 2
+    assert f"{path} (the JPEG data has no end)" in error_of(capsys.readouterr())
+
+
+RAMP = np.linspace(0, 65535, 256).round().astype(np.uint16).reshape(16, 16)
+DEEP = {
+    "16-bit grey": lambda levels: (Image.fromarray(levels), "PNG"),
+    "float TIFF": lambda levels: (Image.fromarray((levels / 65535).astype(np.float32)), "TIFF"),
+    "32-bit TIFF": lambda levels: (Image.fromarray(levels.astype(np.int32)), "TIFF"),
+}
+
+
+def deep_images(folder: Path, deep: Callable | None) -> Path:
+    """C09: ramps over all levels, and the constants 32768 and 100; of 8 bits without `deep`."""
+    pictures = [np.roll(RAMP, 16 * n, 1 if n % 2 else 0) for n in range(6)]
+    pictures += [np.full_like(RAMP, 32768), np.full_like(RAMP, 100)]
+    for number, levels in enumerate(pictures):
+        path = folder / ("train" if number % 2 else "test") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        eight = Image.fromarray(np.rint(levels / 257).astype(np.uint8))
+        picture, format = deep(levels) if deep else (eight, "PNG")
+        picture.save(path, format)
+    return folder
+
+
+@pytest.mark.parametrize("deep", DEEP.values(), ids=DEEP)
+def test_deep_pixels_are_those_of_eight_bits_to_every_program(
+    finished, generative_run, tmp_path, capsys, deep, no_figures
+):
+    eight, sixteen = deep_images(tmp_path / "8", None), deep_images(tmp_path / "16", deep)
+    run, results = finished["photos-ddcl"], []
+    for images in (eight, sixteen):
+        out = tmp_path / f"out{images.name}"
+        flags = ("--data.image-size", 16, *SMALL_DATA, "--train.epochs", 1)
+        assert train(out, "--data.source", images, *flags) == 0
+        capsys.readouterr()
+        stem = tmp_path / f"completed{images.name}"
+        flags = ("--complete", "--images", images / "test", "--num", 4, "--out", stem)
+        evaluated(capsys, generative_run, *flags, main=sample.main)
+        with np.load(f"{stem}.npz") as arrays:
+            originals, completed = arrays["originals"], arrays["images"]
+        explained = evaluated(
+            capsys, run, "--image", images / "test" / "0.png", "--html", tmp_path / "x",
+            main=explain.main,
+        )  # fmt: skip
+        results.append(
+            (
+                (out / "model.safetensors").read_bytes(),
+                evaluated(capsys, run, "--data", images) | {"data": ""},
+                originals.tolist(),
+                completed.tolist(),
+                explained["levels"],
+            )
+        )
+    assert results[0] == results[1]
+    ramp, _, _, middle = (np.array(picture) for picture in results[1][2])
+    assert sorted(ramp[..., 0].flatten().tolist()) == list(range(256))
+    assert (middle == 128).all()
+
+
+def evaluated(capsys, *arguments: object, main=reconstruct.main) -> dict:
+    assert status_of(main, *arguments) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err == "" or main is not reconstruct.main
     return json.loads(captured.out)
 
 
 @pytest.mark.parametrize("model", RUNS)
 def test_reconstruct_finds_the_numbers_of_the_report(finished, capsys, model):
     report = json.loads((finished[model] / "report.json").read_text())
+    before = contents(finished[model])
     found = evaluated(capsys, finished[model], "--test-images", 16)
+    assert contents(finished[model]) == before
     assert (found["run"], found["images"]) == (str(finished[model]), 16)
     keys = [name for name in report if name.startswith("test/")]
     assert len(keys) > 15
     for key in keys:
         assert found[key] == pytest.approx(report[key], rel=1e-9, abs=1e-12), key
     assert found["absent"] == report["absent"]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 13])
+@pytest.mark.parametrize("model", RUNS)
+def test_reconstruct_finds_the_same_whatever_the_batches(
+    finished, capsys, model, batch, monkeypatch
+):
+    # C14: 13 images in one batch, in ones, and in fours with a last one
+    whole = evaluated(capsys, finished[model], "--test-images", 13)
+    monkeypatch.setattr("softvq.data._FLOAT_BATCH", batch)
+    parts = evaluated(capsys, finished[model], "--test-images", 13)
+    assert parts.keys() == whole.keys()
+    for key, value in whole.items():
+        # Distances of prototypes are in units of the tokens' deviation, a small difference.
+        expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+        assert parts[key] == expected, key
 
 
 def test_reconstruct_evaluates_another_folder(finished, tmp_path, capsys):
@@ -572,6 +863,95 @@ def test_a_pickle_is_refused_by_every_program_and_not_executed(finished, tmp_pat
     assert status_of(reconstruct.main, run, "--lpips-weights", tmp_path / "weights.pth") == 2
     assert "not a file of plain tensors" in error_of(capsys.readouterr())
     assert not trace.exists()
+
+
+PRIOR_FLAGS = ("--width", 16, "--depth", 1, "--heads", 2, "--device", "cpu")
+PRIOR_FLAGS += ("--train.epochs", 1, "--train.batch-size", 8)
+
+
+@pytest.fixture
+def generative_programs(generative_run, tmp_path):
+    """A copy of a run with its prior, whose training is not finished, and what reads which file."""
+    run = tmp_path / "generative"
+    shutil.copytree(generative_run, run)
+    (run / "prior" / "report.json").unlink()
+    picture = pngs(tmp_path / "picture", 1) / "0.png"
+    of_prior = (prior.main, (run, *PRIOR_FLAGS))
+    drawing = [
+        (sample.main, (run, "--num", 1, "--out", tmp_path / "x")),
+        (quality.main, (run,)),
+    ]
+    reading = [
+        of_prior,
+        *drawing,
+        (reconstruct.main, (run,)),
+        (explain.main, (run, "--image", picture, "--html", tmp_path / "x")),
+    ]
+    speed = (sampling_speed.main, ("--prior", run / "prior"))
+    files = {
+        "config.json": reading,
+        "model.safetensors": reading,
+        "prior/config.json": [*drawing, of_prior, speed],
+        "prior/model.safetensors": drawing,
+        "prior/state.safetensors": [of_prior],
+        "prior/codes-train.safetensors": [of_prior],
+        "prior/codes-test.safetensors": [of_prior],
+    }
+    return run, files
+
+
+def test_a_pickle_is_refused_by_every_program_that_reads_a_prior_or_a_run(
+    generative_programs, hostile, capsys
+):
+    run, files = generative_programs
+    stored = {str(path.relative_to(run)) for path in run.rglob("*.*") if path.suffix != ".lock"}
+    assert files.keys() == stored - {"prior/metrics.jsonl", "prior/.lock"}
+    pickles, trace = hostile
+    for (name, commands), content in itertools.product(files.items(), pickles):
+        before = (run / name).read_bytes()
+        (run / name).write_bytes(content)
+        for main, arguments in commands:
+            assert status_of(main, *arguments) == 2
+            line = error_of(capsys.readouterr())
+            assert re.search(rf"{name} (is not a whole safetensors file|cannot be read)", line)
+        (run / name).write_bytes(before)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("model", {"codebook_size": 9}, r"has shape \(6, 4\) in .*; the model has \(9, 4\)"),
+        ("model", {"dim": 5}, r"has shape \(4, .* in .*; the model has \(5, "),
+        ("file", {"format": 7}, "has format 7; this version reads 1"),
+    ],
+    ids=["K", "D", "format"],
+)
+def test_another_size_or_format_is_refused_by_every_program_with_both_values(
+    generative_programs, capsys, part, change, message
+):
+    run, files = generative_programs
+    config = json.loads((run / "config.json").read_text())
+    options = config
+    if part == "model":
+        options = config["model"].get("quantizer", config["model"].get("bottom"))
+    options.update(change)
+    (run / "config.json").write_text(json.dumps(config))
+    for main, arguments in files["config.json"]:
+        assert status_of(main, *arguments) == 2
+        assert re.search(message, error_of(capsys.readouterr()))
+
+
+def test_a_prior_for_images_of_another_size_is_refused_with_both_grids(generative_programs, capsys):
+    # C15: the weights of the tokenizer are the same, and so is the size of its codebook.
+    run, files = generative_programs
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["image_size"] = 32
+    (run / "config.json").write_text(json.dumps(config))
+    for main, arguments in files["prior/config.json"][:3]:
+        assert status_of(main, *arguments) == 2
+        line = error_of(capsys.readouterr())
+        assert re.search(r"of another tokenizer: grids \(.*\(4, 4\).*, not \(.*\(8, 8\)", line)
 
 
 @pytest.mark.parametrize("content", ["model.safetensors", "no notes"])

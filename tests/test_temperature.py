@@ -45,6 +45,31 @@ def test_fixed_is_constant(mixture, progress):
     assert moved(policy, temperature=7.0, progress=progress) == 0.3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(FixedTemperature(value=value) for value in (1e-300, 1e-40, 1e300)),
+        AnnealedTemperature(start=1e-3, end=1e-300),
+        AnnealedTemperature(start=1e300, end=1e-300),
+        AnnealedTemperature(start=1e300, end=1e300),
+        EntropyTemperature(start=1e300),
+        EntropyTemperature(start=2.0, warm=1 + 1e-15, end=1 + 1e-15),
+    ],
+)
+def test_any_option_gives_a_positive_and_finite_temperature(mixture, policy, dtype):
+    for z in (mixture[0].to(dtype), torch.ones(9, 4, dtype=dtype)):
+        p = mixture[1].to(dtype)
+        temperature = policy.initial(z, p)
+        for progress in (0.0, 0.5, 1.0):
+            assert 0 < temperature < math.inf
+            given = (torch.tensor(x, dtype=dtype) for x in (progress, 0.1))
+            temperature = policy.next(temperature, *given, critical_temperature(z), 64)
+    # In float32, what lies outside of its numbers is as good as at their ends.
+    assert FixedTemperature(value=1e-300).initial(z.float(), p.float()) < 1e-30
+    assert FixedTemperature(value=1e300).initial(z.float(), p.float()) > 1e30
+
+
 @pytest.mark.parametrize("progress", [0.0, 0.2, 0.35, 0.7, 0.85, 1.0])
 @pytest.mark.parametrize("critical", [1e-6, 4.0])
 def test_annealed_falls_geometrically_in_units_of_tc_and_then_stays(progress, critical):

@@ -42,7 +42,6 @@ from softvq.prior.transformer import CodePrior, CodePriorConfig, Grids
 from softvq.program import (
     find_device,
     parse_flags,
-    refuse_processes,
     resume,
     run_program,
     stored_data,
@@ -84,7 +83,6 @@ def train_prior(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    refuse_processes("softvq.prior")
     checkpoint.read_config(options.run)
     out = prior_folder(options.run, options.out)
     with checkpoint.only_writer(out):

@@ -185,6 +185,7 @@ class Codebook(nn.Module, ABC):
             raise ValueError(
                 f"z must be channels last with width {self.dim}, got shape {tuple(z.shape)}"
             )
+        ddcl.check_mask(z, mask)
         if mask is not None:
             z = torch.where(rearrange(mask, "... -> ... 1"), z, 0)
         return z.to(torch.promote_types(z.dtype, self.prototypes.dtype))
@@ -198,13 +199,19 @@ class Codebook(nn.Module, ABC):
         self._initialized = bool(self.initialized)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        def keep_precision(tensor: Tensor) -> Tensor:
-            changed = fn(tensor)
-            if changed.dtype in (torch.float16, torch.bfloat16) and tensor.dtype.itemsize >= 4:
-                return tensor.to(changed.device)
-            return changed
+        return super()._apply(in_full_precision(fn), recurse)
 
-        return super()._apply(keep_precision, recurse)
+
+def in_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fn`, as a module applies it to its tensors, but for a cast from float32 or more to half."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        result = fn(tensor)
+        if result.dtype in (torch.float16, torch.bfloat16) and tensor.dtype.itemsize >= 4:
+            return tensor.to(result.device)
+        return result
+
+    return changed
 
 
 def hard_assignment(
