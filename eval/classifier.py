@@ -23,7 +23,7 @@ from softvq import checkpoint
 from softvq.data import DataConfig, ImageSet, load_images, to_float
 from softvq.evaluation import Sums
 from softvq.loop import Trainer, train_epochs
-from softvq.program import find_device, parse_flags, refuse_processes, resume, run_program, tell
+from softvq.program import find_device, parse_flags, resume, run_program, tell
 from softvq.training import NonFiniteLoss, WarmupRecipe, set_warmup_learning_rate
 
 _SHIFT = 4  # pixels that a training image is moved by at most, each way
@@ -136,7 +136,6 @@ def train_classifier(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    refuse_processes("eval.classifier")
     find_device(options.device)
     out = Path(options.out)
     train, test = load_images(options.data, "train"), load_images(options.data, "test")
