@@ -97,6 +97,50 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence():
         prior.next_logits(tokens[:, :2], cache)
 
 
+def test_one_sequence_learned_by_heart_comes_back_greedily_after_its_begin_token(monkeypatch):
+    # C15: as many codes as tokens, a begin token beyond them, [begin, 3, 1, 2] against [3, 1, 2, 0]
+    torch.manual_seed(0)
+    config = CodePriorConfig(
+        codebook_sizes=(4,), grids=((2, 2),), width=32, depth=1, heads=2, dropout=0.0
+    )
+    prior, learned = CodePrior(config), (torch.tensor([[[3, 1], [2, 0]]]),)
+    optimizer, loss = torch.optim.Adam(prior.parameters(), lr=1e-2), torch.tensor(9.0)
+    read, through = [], CodePrior._through
+    monkeypatch.setattr(
+        CodePrior, "_through", lambda self, tokens, cache: read.append(tokens.tolist())
+        or through(self, tokens, cache),
+    )  # fmt: skip
+    while loss > 0.01:
+        assert len(read) < 500
+        loss = prior.negative_log_likelihood(learned).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(tokens == [[4, 3, 1, 2]] for tokens in read)
+    (logits,) = prior(learned)
+    assert logits.argmax(-1).flatten().tolist() == [3, 1, 2, 0]
+    for cached in (True, False):
+        assert torch.equal(sample(prior, 1, GREEDY, cached=cached)[0], learned[0])
+
+
+def test_no_begin_token_is_ever_drawn_however_probable_its_row_makes_it():
+    # C15: nothing but codes has logits at all, so that each of them gets its share.
+    for config in (
+        CodePriorConfig(codebook_sizes=(4,), grids=((1, 1),), width=8, depth=1, heads=1),
+        replace(SMALL, codebook_sizes=(4, 3), grids=((1, 1), (1, 1))),
+    ):
+        prior = built(config)
+        assert prior.head.weight.shape == (sum(config.codebook_sizes), config.width)
+        with torch.no_grad():
+            prior.head.weight.zero_()
+            prior.embedding.weight[sum(config.codebook_sizes) :] *= 9.0
+        generator = torch.Generator().manual_seed(0)
+        drawn = sample(prior, 4000, SamplingConfig(), generator=generator)
+        for grid, size in zip(drawn, config.codebook_sizes, strict=True):
+            share = grid.flatten().bincount() / 4000
+            assert_close(share, torch.full((size,), 1 / size), rtol=0, atol=0.03)
+
+
 def test_likelihoods_are_those_of_a_loop_over_positions():
     prior, indices = built(), codes(3)
     expected = torch.zeros(3, 2)
@@ -181,11 +225,17 @@ def test_truncation_is_that_of_a_plain_loop(temperature, top_k, top_p):
     assert_close(probabilities(logits, config), expected.double())
 
 
-def test_a_temperature_of_almost_zero_is_the_most_probable_code():
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    for temperature in (0.0, 1e-30):
-        p = probabilities(logits, SamplingConfig(temperature=temperature))
-        assert p.tolist() == [[0, 1, 0]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1e-30, 1e-38, 1e-40, 1e-60, 1e-300])
+def test_a_temperature_of_almost_zero_is_the_most_probable_code(temperature, dtype):
+    config = SamplingConfig(temperature=temperature)
+    logits = torch.tensor([[1.0, 3.0, 2.0], [1e4, -1e4, -torch.inf]], dtype=dtype)
+    assert probabilities(logits, config).tolist() == [[0, 1, 0], [1, 0, 0]]
+    if temperature:
+        tied = probabilities(torch.tensor([[3.0, 1.0, 3.0]], dtype=dtype), config)
+        assert tied.tolist() == [[0.5, 0, 0.5]]
+    p = probabilities(logits[:, :2], SamplingConfig(temperature=1e300))
+    assert_close(p, torch.full_like(p, 0.5))
 
 
 def test_samples_have_the_probabilities_of_the_model():

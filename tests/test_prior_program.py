@@ -1,21 +1,25 @@
 """`python -m softvq.prior`, run for real on a small tokenizer: codes, log, continuation, errors."""
 
+import dataclasses
 import json
 import math
 import shutil
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from eval import sample
 from softvq import DDCLConfig, HierarchicalVQVAEConfig, VQVAEConfig, checkpoint
-from softvq.data import DataConfig, load_images
+from softvq.data import DataConfig, ImageSet, load_images, to_float
 from softvq.hierarchical import build_autoencoder
 from softvq.prior import CodePrior, CodePriorConfig
 from softvq.prior import __main__ as program
 from softvq.prior.codes import extract, read_codes, read_tokenizer, write_codes
 from softvq.prior.training import PriorTrainConfig, bits_per_code
-from softvq.quantizers import codebooks
+from softvq.quantizers import EMAConfig, StraightThroughConfig, codebooks
 from softvq.training import prepare, set_warmup_learning_rate
 
 SMALL = ("--width", "16", "--depth", "1", "--heads", "2", "--device", "cpu")
@@ -91,6 +95,129 @@ def test_the_codes_are_those_that_the_decoder_sees(tokenizer_run):
     assert [codes.classes[label] for label in codes.labels] == images.labels
     with pytest.raises(ValueError, match="labels must be among flower; got china"):
         extract(model, images, ("flower",), tokenizer)
+
+
+QUANTIZERS = [
+    DDCLConfig(**CODES),
+    StraightThroughConfig(**CODES, init="data"),
+    EMAConfig(**CODES),
+]
+
+
+@pytest.fixture(params=["flat", "2level"])
+def one_image(request, tmp_path, noise_pngs, store):
+    """A function that makes a run folder of a tokenizer and a set of one image, nine times over."""
+
+    def make(quantizer) -> tuple[Path, ImageSet]:
+        (content,) = noise_pngs(1).values()
+        names = [f"train/{n}.png" for n in range(8)] + ["test/0.png"]
+        source = store(tmp_path / "images", dict.fromkeys(names, content))
+        data = DataConfig(source=str(source), image_size=16, workers=0)
+        levels = dict(quantizer=quantizer)
+        if request.param == "2level":
+            levels = dict(top=dataclasses.replace(quantizer, codebook_size=5), bottom=quantizer)
+        config = (VQVAEConfig if request.param == "flat" else HierarchicalVQVAEConfig)(
+            hidden=8, **levels
+        )
+        torch.manual_seed(0)
+        model = build_autoencoder(config)
+        images = load_images(data, "train")
+        prepare(model, images, 10)
+        checkpoint.save_model(tmp_path / "run", model, data=data)
+        return tmp_path / "run", images
+
+    return make
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda config: type(config).__name__)
+def test_the_codes_of_the_only_image_are_learned_and_drawn(one_image, quantizer, tmp_path, capsys):
+    # C15, with the tokenizers of every quantizer and through both programs
+    run, images = one_image(quantizer)
+    flags = ("--width", 32, "--depth", 1, "--heads", 2, "--dropout", 0, "--device", "cpu")
+    flags += ("--train.epochs", 12, "--train.batch-size", 1, "--train.lr", "1e-2")
+    status, text, err = run_prior(capsys, run, *flags)
+    assert status == 0, err
+    assert json.loads(text)["test/bits_per_code"] < 0.02
+    arguments = [str(run), "--num", "3", "--temperature", "0", "--out", str(tmp_path / "x")]
+    assert sample.main(arguments) == 0
+    model, x = checkpoint.load(run), to_float(images.pixels[:1])
+    with np.load(tmp_path / "x.npz") as arrays, torch.no_grad():
+        for number, level in enumerate(model.encode(x)):
+            drawn = torch.from_numpy(arrays[f"codes_level{number + 1}"])
+            assert torch.equal(drawn, level.indices.expand_as(drawn))
+            assert len(drawn.unique()) > 1
+
+
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_codes_of_fewer_images_than_a_batch_and_a_last_batch_of_one_train(
+    tokenizer_run, tmp_path, capsys, count
+):
+    # C08, with batches of eight
+    run = tmp_path / "run"
+    shutil.copytree(tokenizer_run, run)
+    config = json.loads((run / "config.json").read_text())
+    config["data"] |= {"train_images": count, "test_images": 1}
+    (run / "config.json").write_text(json.dumps(config))
+    # One training image has one class, and the test image another.
+    report = trained(capsys, run, tmp_path / "prior", "--no-class-conditional")
+    assert (report["train_images"], report["test_images"]) == (count, 1)
+    state, progress = checkpoint.read_tensors(tmp_path / "prior" / checkpoint.STATE)
+    assert progress["epoch"] == "2"
+    # All images are seen in each epoch: one step for every eight of them, of which none is dropped.
+    assert state["optimizer/head.weight/step"] == 2 * -(-count // 8)
+    log = checkpoint.read_records(tmp_path / "prior")
+    assert all(math.isfinite(value) for record in log for value in record.values())
+    torch.manual_seed(0)
+    content = checkpoint.read_config(tmp_path / "prior")["prior"]
+    fresh = CodePrior(checkpoint.decode_config(content, CodePriorConfig)).state_dict()
+    weights, _ = checkpoint.read_tensors(tmp_path / "prior" / checkpoint.MODEL)
+    assert not torch.equal(weights["head.weight"], fresh["head.weight"])
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 9])
+def test_bits_of_a_split_do_not_depend_on_the_batches(tokenizer_run, monkeypatch, at_once):
+    # C14
+    model = checkpoint.load(tokenizer_run)
+    data = DataConfig(source="photos", image_size=16, test_images=9, workers=0)
+    images = load_images(data, "test")
+    tokenizer = read_tokenizer(str(tokenizer_run), model, images.image_shape)
+    codes = extract(model, images, ("china", "flower"), tokenizer)
+    config = CodePriorConfig(
+        codebook_sizes=tokenizer.codebook_sizes,
+        grids=tokenizer.grids,
+        classes=codes.classes,
+        width=16,
+        depth=1,
+        heads=2,
+    )
+    torch.manual_seed(0)
+    prior = CodePrior(config).eval()
+    with torch.no_grad():
+        nats = prior.negative_log_likelihood(codes.indices, codes.labels).double().mean(0)
+    expected = nats / torch.tensor(config.lengths) / math.log(2)
+    monkeypatch.setattr("softvq.prior.training._EVALUATED_AT_ONCE", at_once)
+    assert bits_per_code(prior, codes) == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (("--train.epochs", "3"), "train.epochs is 2 there and 3 here"),
+        (("--train.lr", "0.5"), "train.lr is 0.0005 there and 0.5 here"),
+        (("--width", "32"), "prior.width is 16 there and 32 here"),
+    ],
+)
+def test_other_flags_in_the_same_folder_are_refused(
+    tokenizer_run, tmp_path, capsys, flags, difference
+):
+    # C12
+    trained(capsys, tokenizer_run, tmp_path)
+    (tmp_path / checkpoint.REPORT).unlink()
+    given = (*SMALL, *RECIPE, *flags)
+    status, out, err = run_prior(capsys, tokenizer_run, "--out", tmp_path, *given)
+    assert (status, out) == (2, "")
+    assert difference in err
+    assert err.count("\n") == 1
 
 
 def test_a_stopped_training_ends_like_another(tokenizer_run, tmp_path, capsys, monkeypatch):

@@ -58,9 +58,11 @@ def test_a_temperature_of_0_is_the_most_probable_code_whatever_the_seed(
 ):
     out = ("--num", 2, "--temperature", 0, "--out", tmp_path / "x")
     _, first = drawn(capsys, generative_run, *out, "--seed", 1)
-    _, second = drawn(capsys, generative_run, *out, "--seed", 2)
-    assert np.array_equal(first["images"], second["images"])
     assert first["labels"].tolist() == [-1, -1]
+    for temperature in ("0", "1e-30", "1e-60"):
+        flags = ("--seed", 2, "--temperature", temperature)
+        _, second = drawn(capsys, generative_run, *out, *flags)
+        assert np.array_equal(first["images"], second["images"])
 
 
 def test_several_classes_get_as_many_images_each(generative_run, tmp_path, capsys):
@@ -121,6 +123,7 @@ def test_an_odd_height_leaks_no_middle_row(generative_run):
         (("--num", "0"), "num must be at least 1, got 0"),
         (("--num", "x"), "--num"),
         (("--temperature", "-1"), "temperature must be 0 or more, got -1.0"),
+        (("--temperature", "nan"), "temperature must be 0 or more, got nan"),
         (("--top-k", "-1"), "top_k must be 0 or more, got -1"),
         (("--top-p", "0"), "top_p must lie in (0, 1], got 0.0"),
         (("--seed", "-1"), "seed must lie in [0, 2**32), got -1"),

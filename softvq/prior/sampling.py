@@ -38,8 +38,10 @@ def probabilities(logits: Float[Tensor, "b k"], config: SamplingConfig) -> Float
     """The distribution that `config` makes of the logits: temperature first, then top-k, top-p."""
     if config.temperature == 0:
         return torch.zeros_like(logits).scatter(1, logits.argmax(1, keepdim=True), 1)
-    # Subtracting the maximum first keeps a tiny temperature from overflowing.
-    logits = (logits - logits.amax(1, keepdim=True)) / config.temperature
+    # Subtracting the maximum first keeps a tiny temperature from overflowing, and one that the
+    # dtype cannot hold is not to become 0.
+    temperature = max(config.temperature, torch.finfo(logits.dtype).tiny)
+    logits = (logits - logits.amax(1, keepdim=True)) / temperature
     if 0 < config.top_k < logits.shape[1]:
         least = logits.topk(config.top_k, 1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
