@@ -299,4 +299,5 @@ PEERS: dict[str, Experiment] = {
     ),
     "cifar10-simvq": _cifar10(SimVQConfig(dim=8, codebook_size=512)),
     "cifar10-fsq": _cifar10(FSQConfig(dim=8, codebook_size=512, levels=(8, 8, 8))),
+    "cifar10-fsq-k4096": _cifar10(FSQConfig(dim=8, codebook_size=4096, levels=(8, 8, 8, 8))),
 }

@@ -1,7 +1,7 @@
 """CIFAR-10: 8x8 codes from 512, the DDCL codebook (of width 64) beside its hard baselines (of
 width 8, which suits EMA better): codes that start as the original does, codes that start from data,
-and moving averages; three of them with another 4x4 codes from 512 above them; and DDCL as
-the paper has it, with 64 codes.
+and moving averages; three of them with another 4x4 codes from 512 above them; DDCL with 4,096
+codes; and DDCL as the paper has it, with 64 codes.
 
 Run as `python train_vqvae.py cifar10-ddcl --data.source cifar10.zip` (or without the flag, to
 download the set); results and times are in the README.
@@ -23,6 +23,12 @@ _DATA = DataConfig(source="cifar10")
 CIFAR10 = {
     "cifar10-ddcl": Experiment(
         model=VQVAEConfig(quantizer=DDCLConfig(dim=64, codebook_size=512)),
+        data=_DATA,
+        train=TrainConfig(eps=0.03),
+    ),
+    # A batch of 8,192 tokens says little of how often each of 4,096 codes is used: less is made of it.
+    "cifar10-ddcl-k4096": Experiment(
+        model=VQVAEConfig(quantizer=DDCLConfig(dim=8, codebook_size=4096, usage_weight=0.02)),
         data=_DATA,
         train=TrainConfig(eps=0.03),
     ),
