@@ -76,6 +76,16 @@ class Training:
     """cpu, cuda, or auto for cuda where there is one."""
 
 
+class _Norm(nn.BatchNorm2d):
+    """Uses its running statistics for a single position, which has no variance."""
+
+    def forward(self, input: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        if input.numel() > self.num_features:
+            return super().forward(input)
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(input, *statistics, self.weight, self.bias, eps=self.eps)
+
+
 class Classifier(nn.Module):
     """A residual network (He et al. 2016) for small images, of torchvision's blocks."""
 
@@ -85,14 +95,14 @@ class Classifier(nn.Module):
         first, *rest = config.widths
         layers: list[nn.Module] = [
             nn.Conv2d(3, first, 3, padding=1, bias=False),
-            nn.BatchNorm2d(first),
+            _Norm(first),
             nn.ReLU(),
         ]
         for before, after in zip(config.widths, rest, strict=False):
             shortcut = nn.Sequential(
-                nn.Conv2d(before, after, 1, stride=2, bias=False), nn.BatchNorm2d(after)
+                nn.Conv2d(before, after, 1, stride=2, bias=False), _Norm(after)
             )
-            layers.append(BasicBlock(before, after, stride=2, downsample=shortcut))
+            layers.append(BasicBlock(before, after, 2, shortcut, norm_layer=_Norm))
         self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
         self.head = nn.Linear(config.widths[-1], len(config.classes))
 

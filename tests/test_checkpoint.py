@@ -85,6 +85,19 @@ def test_a_loaded_model_gives_the_same_output_bit_for_bit(trained, tmp_path, noi
             assert torch.equal(output, wanted)
 
 
+def test_any_model_comes_back_bit_for_bit_and_is_not_started_again(
+    autoencoder, tmp_path, noise_images
+):
+    save_model(tmp_path, autoencoder)
+    loaded, x = load(tmp_path), to_float(noise_images(3, size=16).pixels)
+    assert type(loaded) is type(autoencoder)
+    assert_close(loaded.state_dict(), autoencoder.state_dict(), rtol=0, atol=0)
+    with torch.no_grad():
+        assert torch.equal(loaded(x).reconstruction, autoencoder.eval()(x).reconstruction)
+    training.prepare(loaded, noise_images(32, seed=3), total_steps=4)
+    assert_close(loaded.state_dict(), autoencoder.state_dict(), rtol=0, atol=0)
+
+
 def test_a_loaded_model_trains_on_and_does_not_start_anew(trained, tmp_path, noise_images):
     save_model(tmp_path, trained)
     loaded = load(tmp_path)

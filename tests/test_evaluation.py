@@ -9,11 +9,19 @@ import torch
 from torch.testing import assert_close
 
 from softvq import data, training
-from softvq.autoencoder import VQVAE
-from softvq.data import to_float
+from softvq.autoencoder import VQVAE, Autoencoder, VQVAEConfig
+from softvq.data import ImageArray, to_float
 from softvq.evaluation import Sums, add_step, evaluate, train_record
 from softvq.metrics import Reconstruction
-from softvq.quantizers import DDCLCodebook
+from softvq.quantizers import (
+    CodebookConfig,
+    DDCLCodebook,
+    DDCLConfig,
+    EMAConfig,
+    StraightThroughConfig,
+    build,
+)
+from softvq.temperature import FixedTemperature
 from softvq.training import TrainConfig
 
 RECIPE = TrainConfig(epochs=2, batch_size=16, lr=1e-3, eps=0.1)
@@ -103,28 +111,99 @@ def test_evaluation_equals_the_naive_formulas(model, noise_images, naive_latents
         assert record["test/perplexity_soft"] == pytest.approx(record["test/perplexity"])
 
 
-@pytest.mark.parametrize("batch", [1, 8, 20])
-def test_evaluation_does_not_depend_on_the_batches(model, noise_images, monkeypatch, batch):
-    images = noise_images(21, size=12)
-    whole = evaluation(model, images)
+class Colours(Autoencoder):
+    """Pixels are latents and codes are colours: nothing but the quantizer is between them."""
+
+    stride = 1
+
+    def __init__(self, config: CodebookConfig, codes: torch.Tensor) -> None:
+        super().__init__()
+        self.config = VQVAEConfig(quantizer=config)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.quantizer = build(config)
+        self.quantizer.initialize(codes)
+        with torch.no_grad():
+            self.quantizer.prototypes.copy_(codes)
+
+    def latents(self, x, level=0):
+        return self.scale * x.movedim(1, -1)
+
+    def encode(self, x):
+        return (self.quantizer.assign(self.latents(x)),)
+
+    def decode(self, quantized):
+        return quantized[0].movedim(-1, 1)
+
+
+def colours(method: str, codes: torch.Tensor, temperature: float) -> Colours:
+    options = dict(dim=3, codebook_size=len(codes))
+    policy = FixedTemperature(value=temperature)
+    configs = {
+        "ddcl": DDCLConfig(temperature=policy, **options),
+        "straight_through": StraightThroughConfig(**options),
+        "ema": EMAConfig(**options),
+    }
+    return Colours(configs[method], codes)
+
+
+METHODS = pytest.mark.parametrize("method", ["ddcl", "straight_through", "ema"])
+
+
+@METHODS
+@pytest.mark.parametrize("batch", [1, 4, 13])
+def test_perplexity_and_error_of_single_tokens_are_those_of_the_split(method, batch, monkeypatch):
+    # C14: thirteen images of one token, sorted by their code; an error of 1.3 in the last alone
+    levels = torch.tensor([[0, 0, 0]] * 4 + [[0, 0, 255]] * 4 + [[0, 255, 0]] * 4 + [[255] * 3])
+    images = ImageArray(levels[:, :, None, None].to(torch.uint8), "colours", [""] * 13)
+    codes = to_float(images.pixels[::4])[:, :, 0, 0].contiguous()
+    codes[3] -= 1.3**0.5
     monkeypatch.setattr(data, "_FLOAT_BATCH", batch)
-    parts = evaluation(model, images)
+    record = evaluation(colours(method, codes, 1e-3), images)
+    for label in ("soft", "hard"):
+        assert record[f"test/mse_{label}"] == pytest.approx(0.1, rel=1e-5)
+    assert record["test/perplexity"] == pytest.approx(3.6157, abs=5e-5)
+    assert record["test/perplexity_soft"] == pytest.approx(3.6157, abs=5e-5)
+    assert record["test/utilisation"] == 1.0
+    assert record["test/tokens"] == 13
+    assert record["test/l_ols"] == pytest.approx(0.3, rel=1e-5)
+
+
+@METHODS
+@pytest.mark.parametrize("batch", [1, 4, 13])
+def test_soft_perplexity_is_reported_beside_that_of_the_indices(method, batch, monkeypatch):
+    # C14: weights of 0.6 and 0.4 everywhere
+    images = ImageArray(torch.zeros(13, 3, 1, 1, dtype=torch.uint8), "black", [""] * 13)
+    codes = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0 + math.log(1.5) ** 0.5]])
+    monkeypatch.setattr(data, "_FLOAT_BATCH", batch)
+    record = evaluation(colours(method, codes, 1.0), images)
+    assert record["test/perplexity"] == 1.0
+    soft = 1.9601 if method == "ddcl" else 1.0
+    assert record["test/perplexity_soft"] == pytest.approx(soft, abs=5e-5)
+    assert record["test/utilisation"] == 0.5
+
+
+@pytest.mark.parametrize("batch", [1, 8, 20])
+def test_evaluation_does_not_depend_on_the_batches(autoencoder, noise_images, monkeypatch, batch):
+    images = noise_images(21, size=12)
+    whole = evaluation(autoencoder, images)
+    monkeypatch.setattr(data, "_FLOAT_BATCH", batch)
+    parts = evaluation(autoencoder, images)
     assert parts.keys() == whole.keys()
     for name, value in whole.items():
         # The spread is the small difference of float32 means of an untrained encoder.
         assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_evaluation_changes_nothing_in_the_model_and_draws_nothing(model, noise_images):
-    before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    record = evaluation(model, noise_images(9))
-    assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
+def test_evaluation_changes_nothing_in_the_model_and_draws_nothing(autoencoder, noise_images):
+    before, generator = copy.deepcopy(autoencoder.state_dict()), torch.get_rng_state()
+    record = evaluation(autoencoder, noise_images(9))
+    assert_close(autoencoder.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert record == evaluation(model, noise_images(9))
+    assert record == evaluation(autoencoder, noise_images(9))
 
 
-def test_an_evaluation_knows_nothing_of_the_one_before(model, noise_images):
+def test_an_evaluation_knows_nothing_of_the_one_before(autoencoder, noise_images):
     metrics = Reconstruction(), Reconstruction()
-    evaluate(model, noise_images(9, seed=1), *metrics)
-    again = evaluate(model, noise_images(5), *metrics)
-    assert again == evaluation(model, noise_images(5))
+    evaluate(autoencoder, noise_images(9, seed=1), *metrics)
+    again = evaluate(autoencoder, noise_images(5), *metrics)
+    assert again == evaluation(autoencoder, noise_images(5))

@@ -336,6 +336,48 @@ def test_the_state_before_the_first_step_can_be_restored(model, tiny_config, noi
     assert_same(snapshot(other), snapshot(model))
 
 
+def test_the_state_of_a_machine_with_a_gpu_is_continued_without_one(
+    model, tiny_config, noise_images, monkeypatch
+):
+    # C13
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    optimizer = training.build_optimizer(model, RECIPE)
+    sums = steps(model, optimizer, noise_images(64), Sums(), range(2))
+    state = {k: v.clone() for k, v in training.training_state(model, optimizer, sums).items()}
+    assert "random/cuda" not in state
+    other, other_optimizer = fresh(tiny_config, noise_images)
+    training.restore(
+        {**state, "random/cuda": torch.zeros(16, dtype=torch.uint8)}, other, other_optimizer
+    )
+    training.prepare(other, noise_images(64), total_steps=8)  # as every start of a program does
+    for pair in ((model, optimizer), (other, other_optimizer)):
+        torch.set_rng_state(state["random/cpu"])
+        steps(*pair, noise_images(64), Sums(), range(2, 4))
+    assert_same(snapshot(other), snapshot(model))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 24)])
+def test_the_memory_layout_of_the_convolutions_changes_no_result(autoencoder, size):
+    # C06
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (8, 3, *size), generator=generator, dtype=torch.uint8)
+    found = []
+    for channels_last in (True, False):
+        model = copy.deepcopy(autoencoder).train()
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        config = dataclasses.replace(RECIPE, channels_last=channels_last)
+        optimizer = training.build_optimizer(model, config)
+        output, mse = training.train_step(model, optimizer, pixels, 0.3, config)
+        levels = [level.indices for level in output.assignments]
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append((levels, output.reconstruction, mse, gradients))
+    assert_close(found[0][:-1], found[1][:-1], rtol=1e-4, atol=1e-5)
+    # A bias before the normalisation has no gradient but rounding.
+    largest = max(gradient.abs().max().item() for gradient in found[0][-1])
+    assert_close(found[0][-1], found[1][-1], rtol=1e-3, atol=1e-3 * largest)
+
+
 def test_a_state_that_does_not_fit_is_refused(model, tiny_config, noise_images):
     optimizer = training.build_optimizer(model, RECIPE)
     steps(model, optimizer, noise_images(64), Sums(), range(1))
