@@ -26,7 +26,7 @@ CIFAR10 = {
         data=_DATA,
         train=TrainConfig(eps=0.03),
     ),
-    # A batch of 8,192 tokens says little of how often each of 4,096 codes is used: less is made of it.
+    # With two tokens a code, a batch says little of how often each is used: less is made of it.
     "cifar10-ddcl-k4096": Experiment(
         model=VQVAEConfig(quantizer=DDCLConfig(dim=8, codebook_size=4096, usage_weight=0.02)),
         data=_DATA,

@@ -545,8 +545,17 @@ def test_a_model_starts_from_the_same_network_whatever_its_quantizer():
 
 
 def test_the_named_peers_can_be_compared_with_our_models():
-    names = ("cifar10-ddcl", "cifar10-ema", *PEERS)
+    large = {name for name in PEERS if name.endswith("-k4096")}
+    names = ("cifar10-ddcl", "cifar10-ema", *sorted(PEERS.keys() - large))
     runs = compare.plan(compare.Study(models=names), [])
+    names = ("cifar10-ddcl-k4096", "cifar10-ema", "cifar10-simvq", *large)
+    flags = ("--model.quantizer.codebook-size", "4096", "--model.quantizer.dim", "8")
+    runs |= {
+        name: planned
+        for name, planned in compare.plan(compare.Study(models=names), flags).items()
+        if name in large
+    }
+    assert runs.keys() > PEERS.keys()
     for name in PEERS:
         (run,) = runs[name]
         assert run.train == MODELS["cifar10-ema"].train
@@ -583,7 +592,7 @@ def test_models_may_differ_in_width_and_not_in_the_number_of_codes(monkeypatch):
 
 
 def test_an_unknown_model_is_refused_with_the_names_of_models_and_peers():
-    with pytest.raises(ValueError, match=r"must be among photos-ddcl, .*cifar10-fsq; got nope"):
+    with pytest.raises(ValueError, match=r"must be among photos-ddcl, .*cifar10-fsq-k4096; got nope"):
         compare.plan(compare.Study(models=("cifar10-fsq", "nope")), [])
 
 
