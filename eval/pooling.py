@@ -53,7 +53,8 @@ class SlotAttention(nn.Module):
         self.decode = nn.Linear(_WIDTH, dim)
 
     def forward(self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]) -> Pooled:
-        """`mask` is True at real tokens."""
+        """`mask` is True at real tokens; the others may hold anything."""
+        x = torch.where(mask[..., None], x, 0)
         inputs = self.norm(x)
         keys, values = self.key(inputs), self.value(inputs)
         slots = self.start.expand(len(x), -1, -1)
@@ -91,7 +92,8 @@ class AttentionPooling(nn.Module):
         self.query, self.decode = nn.Linear(dim, _WIDTH), nn.Linear(_WIDTH, dim)
 
     def forward(self, x: Float[Tensor, "b n d"], mask: Bool[Tensor, "b n"]) -> Pooled:
-        """`mask` is True at real tokens."""
+        """`mask` is True at real tokens; the others may hold anything."""
+        x = torch.where(mask[..., None], x, 0)
         inputs, seeds = self.read(x), self.seeds.expand(len(x), -1, -1)
         read, _ = self.attention(seeds, inputs, inputs, ~mask, need_weights=False)
         read = self.norms[0](seeds + read)
@@ -102,7 +104,7 @@ class AttentionPooling(nn.Module):
 
 def _pooled(x: Tensor, mask: Tensor, weights: Tensor, vectors: Tensor) -> Pooled:
     rebuilt = einsum(weights, vectors, "b n k, b k d -> b n d")
-    error = torch.where(mask, (x - rebuilt).square().mean(-1), 0).sum() / mask.sum()
+    error = torch.where(mask, (x - rebuilt).square().mean(-1), 0).sum() / mask.sum().clamp_min(1)
     return Pooled(vectors.mean(1), error)
 
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from io import BytesIO
 
@@ -83,6 +84,24 @@ def test_a_document_is_told_in_shares_of_prototypes(readout, tmp_path, capsys):
     (red,) = [h for p in level["prototypes"] for h in p["here"] if h["token"] == "red"]
     assert (red["before"], red["after"]) == ("", "green blue cat")
     assert "red green blue cat" in assert_harmless(html.read_text()).text
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "center.safetensors"])
+def test_a_pickle_in_place_of_a_readout_is_refused_and_not_executed(
+    readout, tmp_path, capsys, hostile, name
+):
+    # C13
+    pickles, trace = hostile
+    shutil.copytree(readout, tmp_path / "run")
+    capsys.readouterr()
+    for content in pickles:
+        (tmp_path / "run" / name).write_bytes(content)
+        assert explain.main([str(tmp_path / "run"), "--text", "red"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert re.search(rf"{name} (is not a whole safetensors file|cannot be read)", line)
+    assert not trace.exists()
 
 
 def test_hostile_text_is_escaped(readout, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Distances between features, the classifier and `eval.quality`: closed forms, loops, real runs."""
 
+import copy
 import json
 import math
 import os
@@ -212,6 +213,109 @@ def test_a_stopped_classifier_ends_like_another(trained, tmp_path, capsys, monke
     assert train(capsys, "--out", tmp_path)[0] == 0
     model = checkpoint.MODEL
     assert (tmp_path / model).read_bytes() == (trained / model).read_bytes()
+
+
+@pytest.mark.parametrize("size", [16, 8])
+@pytest.mark.parametrize(("count", "steps"), [(65, 2), (5, 1), (2, 1)])
+def test_a_classifier_learns_from_few_images_and_from_a_last_batch_of_one(
+    tmp_path, capsys, noise_pngs, store, count, steps, size
+):
+    # C08: at 8 x 8 pixels the last block has one position, which has no variance in one image.
+    files = {f"train/{'ab'[n % 2]}/{n}.png": c for n, c in enumerate(noise_pngs(count).values())}
+    files |= {f"test/{'ab'[n % 2]}/{n}.png": c for n, c in enumerate(noise_pngs(3).values())}
+    flags = ("--data.source", store(tmp_path / "images", files), "--data.image-size", size)
+    flags += ("--data.train-images", 0, "--data.test-images", 0, "--train.batch-size", 64)
+    flags += ("--widths", 4, 8, 8, 8, "--train.epochs", 2, "--out", tmp_path / "x")
+    status, out, err = train(capsys, *flags)
+    assert status == 0, err
+    report = json.loads(out)
+    assert (report["train_images"], report["test_images"]) == (count, 3)
+    state, _ = checkpoint.read_tensors(tmp_path / "x" / checkpoint.STATE)
+    assert state["optimizer/head.weight/step"] == 2 * steps
+    for record in checkpoint.read_records(tmp_path / "x"):
+        assert all(math.isfinite(value) for value in record.values())
+    weights, _ = checkpoint.read_tensors(tmp_path / "x" / checkpoint.MODEL)
+    torch.manual_seed(0)
+    fresh = Classifier(ClassifierConfig(classes=("a", "b"), widths=(4, 8, 8, 8))).state_dict()
+    for name, value in weights.items():
+        assert value.isfinite().all(), name
+        assert "weight" not in name or not torch.equal(value, fresh[name]), name
+
+
+def test_one_position_is_normalised_by_running_statistics_and_others_as_by_torch():
+    torch.manual_seed(0)
+    classifier = Classifier(ClassifierConfig(classes=("a", "b"), widths=(4, 6)))
+    peer = copy.deepcopy(classifier)
+    for module in peer.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = nn.BatchNorm2d
+    x = torch.randn(5, 3, 8, 8)
+    for mode in (True, False):
+        assert torch.equal(classifier.train(mode)(x), peer.train(mode)(x))
+    assert_close(classifier.state_dict(), peer.state_dict(), rtol=0, atol=0)
+    single = torch.randn(1, 3, 1, 1)
+    assert torch.equal(classifier.train()(single), peer.eval()(single))
+    with pytest.raises(ValueError, match="more than 1 value"):
+        peer.train()(single)
+
+
+@pytest.mark.parametrize(
+    ("flags", "difference"),
+    [
+        (("--train.epochs", "3"), "train.epochs is 20 there and 3 here"),
+        (("--train.lr", "0.5"), "train.lr is 0.003 there and 0.5 here"),
+        (("--data.train-images", "47"), "data.train_images is 48 there and 47 here"),
+    ],
+)
+def test_other_flags_in_the_folder_of_a_classifier_are_refused(trained, capsys, flags, difference):
+    # C12
+    status, out, err = train(capsys, "--out", trained, *flags)
+    assert (status, out) == (2, "")
+    assert difference in err
+    assert err.count("\n") == 1
+
+
+def test_a_pickle_in_place_of_a_classifier_is_refused_and_not_executed(
+    trained, generative_run, alexnet, tmp_path, capsys, hostile
+):
+    # C13
+    pickles, trace = hostile
+    folder = tmp_path / "classifier"
+    shutil.copytree(trained, folder)
+    for content in pickles:
+        (folder / checkpoint.MODEL).write_bytes(content)
+        flags = ("--alexnet-weights", alexnet, "--classifier", folder)
+        status, out, err = measure(capsys, generative_run, *flags)
+        assert (status, out) == (2, "")
+        assert "model.safetensors is not a whole safetensors file" in err
+        (tmp_path / "weights.pth").write_bytes(content)
+        for name in ("--alexnet-weights", "--inception-weights"):
+            status, out, err = measure(capsys, generative_run, name, tmp_path / "weights.pth")
+            assert (status, out) == (2, "")
+            assert "weights.pth: not" in err
+            assert err.count("\n") == 1
+    (folder / checkpoint.REPORT).unlink()
+    for content in pickles:
+        (folder / checkpoint.STATE).write_bytes(content)
+        status, out, err = train(capsys, "--out", folder)
+        assert (status, out) == (2, "")
+        assert "state.safetensors is not a whole safetensors file" in err
+    assert not trace.exists()
+
+
+def test_broken_images_are_named_in_place_of_a_report(
+    generative_run, alexnet, tmp_path, capsys, noise_pngs, store
+):
+    # C10
+    files = {**noise_pngs(4, "train/"), **noise_pngs(4, "test/"), "test/zero.png": b""}
+    files["test/cut.png"] = files["test/000.png"][:300]
+    images = store(tmp_path / "images", files)
+    flags = ("--alexnet-weights", alexnet, "--data", images, "--kid-subset-size", 2)
+    status, out, err = measure(capsys, generative_run, *flags, "--num", 6)
+    assert (status, out) == (2, "")
+    assert "2 of 6 images cannot be used" in err
+    assert "test/cut.png" in err
+    assert "test/zero.png (empty file)" in err
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,15 @@ def test_other_texts_lengths_and_weights_are_encoded_anew(bert, encoder, tmp_pat
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_damaged_shard_is_named(encoder, tmp_path):
-    load_features(encoder, SENTENCES, str(tmp_path))
-    (path,) = tmp_path.rglob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"00000.safetensors is not a whole"):
-        load_features(encoder, SENTENCES, str(tmp_path))
+def test_a_damaged_shard_and_a_pickle_are_named_and_not_executed(encoder, tmp_path, hostile):
+    cache, (pickles, trace) = tmp_path / "cache", hostile
+    load_features(encoder, SENTENCES, str(cache))
+    (path,) = cache.rglob("*.safetensors")
+    for content in (path.read_bytes()[:100], *pickles):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"00000.safetensors is not a whole"):
+            load_features(encoder, SENTENCES, str(cache))
+    assert not trace.exists()
 
 
 def test_centered_features_have_no_common_part_and_unit_mean_square():
@@ -164,14 +167,36 @@ def test_the_attention_layers_ignore_padding_and_learn_to_rebuild_tokens(layer):
     torch.manual_seed(0)
     layer = layer(8, 3)
     x, mask = features.padded(range(20))
-    padded = torch.where(mask[..., None], x, 1e3)
-    assert_close(layer(padded, mask).summary, layer(x, mask).summary)
-    assert_close(layer(padded, mask).loss, layer(x, mask).loss)
+    for filling in (1e3, float("nan")):
+        padded = torch.where(mask[..., None], x, filling)
+        assert_close(layer(padded, mask).summary, layer(x, mask).summary)
+        assert_close(layer(padded, mask).loss, layer(x, mask).loss)
     for row in (0, 1):
         alone = layer(x[row : row + 1, : mask[row].sum()], mask[row : row + 1, : mask[row].sum()])
         assert_close(alone.summary[0], layer(x, mask).summary[row], rtol=1e-4, atol=1e-5)
     before = layer(x, mask).loss.item()
     assert train_layer(layer, features, 60, 20, seed=0) < before
+
+
+@pytest.mark.parametrize("layer", [SlotAttention, AttentionPooling])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_row_that_is_all_padding_harms_no_other(layer, training):
+    # C07
+    torch.manual_seed(0)
+    layer = layer(8, 3).train(training)
+    x = torch.randn(2, 5, 8)
+    x[1] = float("nan")
+    mask = torch.tensor([[True] * 5, [False] * 5])
+    x.requires_grad_()
+    out, alone = layer(x, mask), layer(x[:1], mask[:1])
+    assert_close(out.summary[0], alone.summary[0], rtol=1e-5, atol=1e-6)
+    assert_close(out.loss, alone.loss, rtol=1e-5, atol=1e-6)
+    assert out.summary.isfinite().all()
+    (out.loss + out.summary[0].square().sum()).backward()
+    assert x.grad.isfinite().all()
+    assert not x.grad[1].any()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+    assert layer(x, torch.zeros_like(mask)).loss == 0
 
 
 def test_ahead_means_by_more_than_the_larger_spread():
