@@ -592,7 +592,9 @@ def test_models_may_differ_in_width_and_not_in_the_number_of_codes(monkeypatch):
 
 
 def test_an_unknown_model_is_refused_with_the_names_of_models_and_peers():
-    with pytest.raises(ValueError, match=r"must be among photos-ddcl, .*cifar10-fsq-k4096; got nope"):
+    with pytest.raises(
+        ValueError, match=r"must be among photos-ddcl, .*cifar10-fsq-k4096; got nope"
+    ):
         compare.plan(compare.Study(models=("cifar10-fsq", "nope")), [])
 
 
