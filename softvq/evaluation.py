@@ -43,9 +43,13 @@ class Sums:
 
 
 def add_step(sums: Sums, output: VQVAEOutput, mse: Tensor) -> None:
-    """Adds one training step to the sums of its epoch."""
+    """Adds one training step to the sums of its epoch; a collective, as the step is."""
     images = float(len(output.reconstruction))
-    sums.add(images=images, mse=mse * images, loss=output.loss * images)
+    # The loss of the joined batch is the mean of what the processes have of it, however many images
+    # each has.
+    joined = distributed.total(output.loss.new_tensor(images))
+    loss = output.loss * joined / distributed.process_count()
+    sums.add(images=images, mse=mse * images, loss=loss)
     for number, level in enumerate(output.assignments):
         _add_level(sums, number, level)
 

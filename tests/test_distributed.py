@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,15 @@ from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from softvq import checkpoint, distributed
-from softvq.autoencoder import LatentNorm
+from softvq.autoencoder import LatentNorm, VQVAEOutput
+from softvq.evaluation import Sums, add_step
+from softvq.hierarchical import HierarchicalVQVAE, HierarchicalVQVAEConfig
 from softvq.quantizers import DDCLCodebook, build, param_groups
 from softvq.quantizers.base import CodebookConfig
 from softvq.quantizers.ddcl import DDCLConfig
 from softvq.quantizers.ema import EMAVQ, EMAConfig
 from softvq.quantizers.straight_through import StraightThroughConfig
+from softvq.readout import DDCLHierarchy, DDCLReadoutConfig
 
 ROOT = Path(__file__).parents[1]
 SIZE = dict(dim=4, codebook_size=12)
@@ -36,6 +40,8 @@ CONFIGS: dict[str, CodebookConfig] = {
     "hard-uniform": StraightThroughConfig(**SIZE),
     "ema": EMAConfig(**SIZE, dead_below=0.9, decay=0.5),
 }
+# Other models than a codebook behind an encoder
+MODELS = ("readouts", "2level-ddcl", "2level-vq", "2level-ema")
 STEPS = 8
 # The joined batches: (images, tokens, width) with a mask, shared out unevenly; the second has no
 # real token in the first process, the third no image.
@@ -43,8 +49,10 @@ SHARES = [(3, 2), (2, 3), (0, 4), (4, 1), (2, 2), (1, 3), (3, 3), (2, 1)]
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens near -5 in the first process and near +5 in the second, with a mask."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(sum(SHARES[step]), 9, 6, generator=generator, dtype=torch.float64)
+    x = torch.randn(sum(SHARES[step]), 9, 6, generator=generator, dtype=torch.float64) - 5
+    x[SHARES[step][0] :] += 10
     mask = torch.rand(x.shape[:2], generator=generator) < 0.7
     mask[:, 0] = True
     if step == 1:
@@ -68,15 +76,71 @@ class Model(nn.Module):
         return error + found.loss, found
 
 
-def train(config: CodebookConfig) -> list[dict[str, torch.Tensor]]:
+class Readouts(nn.Module):
+    """Two levels of readouts behind an encoder, and a loss that reads all that they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 4, bias=False)
+        options = dict(dim=4, codebook_size=6, dead_below=0.98, schedule_steps=8)
+        levels = DDCLReadoutConfig(heads=2, residual=True, **options), DDCLReadoutConfig(**options)
+        self.levels = DDCLHierarchy(levels)
+
+    def forward(self, x, mask):
+        outputs = self.levels(self.encoder(x), mask)
+        loss = x.new_zeros(())
+        for out in outputs:
+            loss = loss + out.loss
+            loss = loss + distributed.joined_mean((out.tokens - 0.1).square().sum(-1), mask)
+            loss = loss + distributed.joined_mean(out.weights[..., 0].square().sum(-1), mask)
+        heads = [head for out in outputs for head in out.heads]
+        return loss, heads[0]._replace(revived=torch.stack([h.revived for h in heads]).sum())
+
+
+class TwoLevels(nn.Module):
+    """The two-level VQ-VAE on images made of the batch."""
+
+    def __init__(self, config: CodebookConfig) -> None:
+        super().__init__()
+        network = dict(hidden=4, residual_hidden=2, residual_blocks=1, channels=1, downsamplings=1)
+        self.model = HierarchicalVQVAE(
+            HierarchicalVQVAEConfig(top=config, bottom=config, **network)
+        )
+
+    def forward(self, x, mask):
+        # Ten pixels a side, which no stride divides; a part without images is as good as any.
+        x = rearrange(x, "b (h w) d -> b 1 h (w d)", h=3).repeat(1, 1, 4, 1)[:, :, :10, :10]
+        output = self.model(x)
+        loss = distributed.joined_mean((output.reconstruction - x).square(), None) + output.loss
+        top, bottom = output.assignments
+        return loss, bottom._replace(revived=top.revived + bottom.revived)
+
+
+def built(name: str) -> nn.Module:
+    if name == "readouts":
+        return Readouts()
+    if name in MODELS:
+        codes = dict(dim=3, codebook_size=4)
+        configs = {
+            "ddcl": DDCLConfig(**codes, dead_below=0.98, schedule_steps=8),
+            "vq": StraightThroughConfig(**codes, init="data"),
+            "ema": EMAConfig(**codes, dead_below=0.9),
+        }
+        return TwoLevels(configs[name.removeprefix("2level-")])
+    return Model(CONFIGS[name])
+
+
+def train(name: str) -> list[dict[str, torch.Tensor]]:
     """The state after every step, with the gradients of the encoder and what was revived."""
     torch.manual_seed(0)
-    model = Model(config).double()
+    model = built(name).double()
     # A process that draws otherwise must not matter, so long as the first draws the same.
     torch.manual_seed(1 + distributed.rank())
     alone = distributed.process_count() == 1
     wrapped = model if alone else DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(param_groups(model, 1e-2, 0.1))
+    # Adam would make full steps of a bias's gradient that is 0 up to rounding.
+    method = torch.optim.Adam if name in CONFIGS else torch.optim.SGD
+    optimizer = method(param_groups(model, 1e-2, 0.1))
     states = []
     for step in range(STEPS):
         x, mask = batch(step)
@@ -99,16 +163,19 @@ def train(config: CodebookConfig) -> list[dict[str, torch.Tensor]]:
 def both_processes(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     kwargs = dict(world_size=2, rank=rank, init_method=f"file://{folder}/meet")
+    kwargs["timeout"] = timedelta(seconds=60)  # in which one waits for what the other never sends
     torch.manual_seed(0)
     built_before = DDCLCodebook(**SIZE).double()
     dist.init_process_group("gloo", **kwargs)
-    results = {name: train(config) for name, config in CONFIGS.items()}
+    results = {name: train(name) for name in (*CONFIGS, *MODELS)}
     torch.manual_seed(0)
     built_after = DDCLCodebook(**SIZE).double()
     rows = torch.arange(12.0, dtype=torch.float64).reshape(6, 2)
     own = rows[:5] if rank == 0 else rows[5:]
     leaf = own.clone().requires_grad_()
     (distributed.total(leaf.sum()).square() * (rank + 1)).backward()
+    logged, part = Sums(), distributed.joined_mean(own[:, 0], None)
+    add_step(logged, VQVAEOutput(torch.zeros(len(own), 1, 1, 1), (), part), own[:, 0].mean())
     averages = EMAVQ(dim=1, codebook_size=1, decay=0.0, smoothing=0.0)
     averages.initialize(torch.zeros(1, 1))
     averages(torch.tensor([[0.0], [2.0]] if rank == 0 else [[10.0]]))
@@ -125,6 +192,7 @@ def both_processes(rank: int, folder: str) -> None:
         "any": distributed.any_process(rank == 1, False),
         "share": distributed.share(rows),
         "averages": averages.prototypes,
+        "logged": logged.joined(),
         "before": built_before.prototypes.detach(),
         "after": built_after.prototypes.detach(),
     }
@@ -150,6 +218,10 @@ def test_collectives_are_those_of_the_joined_rows(two):
         # d/dx of (sum)² * 1 and of (sum)² * 2, summed over the processes
         assert (found["gradient"] == 3 * 2 * rows.sum()).all()
         assert found["count"] == 6
+        # Of five images in one process and one in the other
+        for name in ("loss", "mse"):
+            expected = pytest.approx(rows[:, 0].mean().item(), abs=1e-12)
+            assert found["logged"].mean(name, "images") == expected
         assert found["any"] == [True, False]
         # C11: (0 + 2 + 10) / 3, neither 1 and 10, nor the mean 5.5 of the two means
         assert found["averages"].tolist() == [[4.0]]
@@ -167,9 +239,9 @@ def test_alone_they_are_the_identity():
     torch.testing.assert_close(distributed.joined_mean(x[:, 0], mask), x[[0, 2], 0].mean())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *MODELS])
 def test_codebooks_are_equal_in_both_processes_and_to_one_on_the_joined_batch(two, name):
-    expected = train(CONFIGS[name])
+    expected = train(name)
     first, second = (result[name] for result in two)
     for step, state in enumerate(expected):
         for key, value in state.items():
@@ -177,7 +249,7 @@ def test_codebooks_are_equal_in_both_processes_and_to_one_on_the_joined_batch(tw
             torch.testing.assert_close(
                 first[step][key], value, rtol=1e-9, atol=1e-9, msg=f"{step} {key}"
             )
-    if name in ("ddcl", "ema"):
+    if name in ("ddcl", "ema", *MODELS) and name != "2level-vq":
         assert sum(int(state["revived"]) for state in expected) > 0
 
 
@@ -190,15 +262,20 @@ def test_a_layer_built_before_the_processes_met_does_the_same(two):
 
 FLAGS = (
     *("--train.epochs", "3", "--train.batch-size", "16", "--model.hidden", "8"),
-    *("--data.train-images", "51", "--data.test-images", "33", "--data.workers", "0"),
-    *("--model.quantizer.codebook-size", "16", "--train.no-channels-last"),
+    # The last batch is one image, and none in the second process.
+    *("--data.train-images", "49", "--data.test-images", "33", "--data.workers", "0"),
+    "--train.no-channels-last",
 )
+CODES = ("--model.quantizer.codebook-size", "16")
+TWO_LEVELS = ("--data.source", "photos", "--model.top.codebook-size", "8")
+TWO_LEVELS += ("--model.bottom.codebook-size", "16")
 
 
 def command(out: Path, *flags: str, model: str = "photos-ddcl", processes: int = 2) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    program = [str(ROOT / "train_vqvae.py"), model, "--out", str(out), *FLAGS, *flags]
+    codes = TWO_LEVELS if model.endswith("2level") else CODES
+    program = [str(ROOT / "train_vqvae.py"), model, "--out", str(out), *FLAGS, *codes, *flags]
     return [sys.executable, *(launcher if processes > 1 else []), *program]
 
 
@@ -209,7 +286,15 @@ def run(*arguments, **options) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("model", ["photos-ddcl", "photos-ema"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "photos-ddcl",
+        "photos-ema",
+        pytest.param("photos-vq", marks=pytest.mark.slow),
+        pytest.param("cifar10-ddcl-2level", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_two_processes_is_that_of_one(tmp_path, model):
     for count in (1, 2):
         # Adam makes steps of the full rate of a bias's gradient that is 0 up to rounding, and
@@ -217,16 +302,19 @@ def test_a_run_of_two_processes_is_that_of_one(tmp_path, model):
         done = run(tmp_path / str(count), "--train.lr", "1e-5", model=model, processes=count)
         assert done.returncode == 0, done.stderr
         # One JSON object, from the first process alone
-        assert json.loads(done.stdout)["train_images"] == 51
+        assert json.loads(done.stdout)["train_images"] == 49
     records = [checkpoint.read_records(tmp_path / str(count)) for count in (1, 2)]
     assert len(records[1]) == 3
     for one, two in zip(*records, strict=True):
         assert one.keys() == two.keys()
-        assert two["train/tokens"] == 51 * 64
-        assert two["test/tokens"] == 33 * 64
-        assert two["train/revived"] == one["train/revived"]
-        for key in set(one) - {"seconds", "train/revived"}:
-            assert two[key] == pytest.approx(one[key], rel=1e-2, abs=1e-3), key
+        finest = "_level2" if model.endswith("2level") else ""
+        assert two[f"train/tokens{finest}"] == 49 * 64
+        assert two[f"test/tokens{finest}"] == 33 * 64
+        for key in set(one) - {"seconds"}:
+            exact = key.startswith("train/revived")
+            assert two[key] == (
+                one[key] if exact else pytest.approx(one[key], rel=1e-2, abs=1e-3)
+            ), key
     weights = [
         checkpoint.read_tensors(tmp_path / str(count) / checkpoint.MODEL)[0] for count in (1, 2)
     ]
