@@ -40,6 +40,7 @@ REST = (*IMAGES, "--train.batch-size", "16", "--train.epochs", "3")
 FLAGS = (*MODEL, *REST)
 METHODS = ("photos-ddcl", "photos-vq", "photos-ema")
 RUNS = (*METHODS, "cifar10-ddcl-2level")
+EVERY = (*RUNS, "cifar10-vq-2level", "cifar10-ema-2level")
 
 
 def status_of(main: Callable[[Sequence[str]], int], *arguments: object) -> int:
@@ -503,7 +504,7 @@ def test_bfloat16_runs_like_float32_with_codes_in_float32(finished, tmp_path, mo
         assert codebook.prototypes.isfinite().all()
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", EVERY)
 def test_images_of_one_colour_give_a_finite_model(tmp_path, model, no_figures):
     # C05: the start finds fewer distinct tokens than codes.
     for part, count in (("train", 12), ("test", 3)):
@@ -566,7 +567,7 @@ def test_the_learning_rates_after_a_pause_are_those_without_one(
         assert rates == pytest.approx([exact, 10 * exact] if learned else [exact], abs=1e-12)
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", EVERY)
 def test_a_set_smaller_than_a_batch_trains(tmp_path, model, no_figures):
     images = split_folder(tmp_path / "images", 5, 1)
     flags = ("--data.source", images, *SMALL_DATA, "--train.epochs", "1")
@@ -605,7 +606,7 @@ def test_a_last_batch_of_one_is_seen_like_the_others(tmp_path, model, no_figures
     assert [tokens_of(record, "test") for record in log] == [3 * 64] * 2
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", EVERY)
 @pytest.mark.parametrize("size", [32, 4])
 def test_one_image_trains_be_it_of_one_token(tmp_path, model, size, no_figures):
     images = split_folder(tmp_path / "images", 1, 1)
