@@ -146,8 +146,7 @@ def train_classifier(options: Training) -> dict[str, Any]:
     Raises ValueError for what a user can mend, NonFiniteLoss when the training breaks down, and
     Interrupted after SIGINT.
     """
-    find_device(options.device)
-    out = Path(options.out)
+    out, device = Path(options.out), find_device(options.device)
     train, test = load_images(options.data, "train"), load_images(options.data, "test")
     classes = tuple(sorted(set(train.labels)))
     if "" in classes or not set(test.labels) <= set(classes):
@@ -156,11 +155,15 @@ def train_classifier(options: Training) -> dict[str, Any]:
         )
     config = ClassifierConfig(classes=classes, widths=options.widths)
     with checkpoint.only_writer(out):
-        return _train(options, config, train, test)
+        return _train(options, config, device, train, test)
 
 
 def _train(
-    options: Training, config: ClassifierConfig, train: ImageSet, test: ImageSet
+    options: Training,
+    config: ClassifierConfig,
+    device: torch.device,
+    train: ImageSet,
+    test: ImageSet,
 ) -> dict[str, Any]:
     out, classes = Path(options.out), config.classes
     checkpoint.write_config(out, classifier=config, data=options.data, train=options.train)
@@ -168,7 +171,7 @@ def _train(
         tell(f"{out} is finished")
         return checkpoint.read_json(out / checkpoint.REPORT)
     torch.manual_seed(options.train.seed)
-    classifier = Classifier(config).to(find_device(options.device))
+    classifier = Classifier(config).to(device)
     trainer = ClassifierTrainer(classifier, train, test, options.train)
     train_epochs(trainer, out, resume(out, classifier, trainer.optimizer))
     records = checkpoint.read_records(out)

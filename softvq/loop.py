@@ -108,10 +108,8 @@ def _epochs(
     trainer: Trainer[Any], out: Path, begun: Progress, interrupted: Callable[[], bool]
 ) -> Iterator[Progress]:
     """After each epoch, how far the training is, with the sums of this process."""
-    model, optimizer, config, steps = (
-        *(trainer.model, trainer.optimizer),
-        *(trainer.config, trainer.steps),
-    )
+    model, optimizer = trainer.model, trainer.optimizer
+    config, steps = trainer.config, trainer.steps
     first, step, seconds, sums = begun
     for epoch in range(first, config.epochs):
         order = epoch_order(trainer.items, config.seed, epoch)[step * config.batch_size :]
