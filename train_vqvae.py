@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+# As in the package eval: threads that wait leave their core to what else runs on it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import lpips
 import torch
 import tyro
