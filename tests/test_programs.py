@@ -419,6 +419,16 @@ def test_help_names_every_option_with_its_meaning(capsys):
     assert "cifar10-ema" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train_vqvae.py", "-m eval.compare", "-m eval.benchmark"])
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}], ids=["default", "given"])
+def test_torch_is_loaded_with_threads_that_do_not_wait_long(python, tmp_path, command, given):
+    (tmp_path / "torch.py").write_text(
+        "import os\nprint(os.environ['GOMP_SPINCOUNT'], flush=True)\nos._exit(0)"
+    )
+    printed, _ = python(*command.split(), PYTHONPATH=str(tmp_path), **given)
+    assert printed.split() == [given.get("GOMP_SPINCOUNT", "1000")]
+
+
 def test_the_run_folder_is_named_after_model_and_seed():
     name, run = train_vqvae.parse(["photos-vq", "--train.seed", "7"])
     assert (name, run.out) == ("photos-vq", "runs/photos-vq-seed7")
