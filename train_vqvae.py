@@ -127,24 +127,25 @@ def train(name: str, run: Run) -> dict[str, Any]:
     out, device = Path(run.out), find_device(run.device)
     sections = dict(model=run.model, data=run.data, train=run.train)
     if (out / checkpoint.CONFIG).exists():
-        checkpoint.write_config(out, **sections)
-    if (out / checkpoint.REPORT).exists():
-        tell(f"{out} is finished")
-        return checkpoint.read_json(out / checkpoint.REPORT)
+        checkpoint.check_config(out, **sections)
     perceptual = load_perceptual(run.lpips_weights)
+    finished = (out / checkpoint.REPORT).exists()
+    if finished:
+        tell(f"{out} is finished")
+        report = checkpoint.read_json(out / checkpoint.REPORT)
+        if not run.lpips_weights or "lpips" not in report["absent"]:
+            return report
+        tell(f"{out}: its report gets LPIPS")
     images, test = load_images(run.data, "train"), load_images(run.data, "test")
     tell(f"{name}: {images.description}; {test.description}")
 
     _check_shares(run, test)
     with checkpoint.only_writer(out) if is_first() else nullcontext():
-        with process_group(device):
-            torch.manual_seed(run.train.seed)
-            model = build_autoencoder(run.model).to(device)
-            if run.train.channels_last:
-                model = model.to(memory_format=torch.channels_last)
+        if not finished:
             if is_first():
                 checkpoint.write_config(out, **sections)
-            _train_epochs(model, images, test, run)
+            with process_group(device):
+                _train_epochs(images, test, run)
         return _report(name, run, images, test, perceptual) if is_first() else {}
 
 
@@ -192,9 +193,13 @@ def _check_shares(run: Run, test: ImageSet) -> None:
         raise ValueError(f"{count} processes need as many test images, got {len(test)}")
 
 
-def _train_epochs(model: Autoencoder, images: ImageSet, test: ImageSet, run: Run) -> None:
+def _train_epochs(images: ImageSet, test: ImageSet, run: Run) -> None:
     """Every epoch that is still to do, logged and saved one by one."""
     out = Path(run.out)
+    torch.manual_seed(run.train.seed)
+    model = build_autoencoder(run.model).to(find_device(run.device))
+    if run.train.channels_last:
+        model = model.to(memory_format=torch.channels_last)
     trainer = VQVAETrainer(model, images, test, run.train)
     begun = resume(out, model, trainer.optimizer)
     prepare(model, images, trainer.steps * run.train.epochs)

@@ -77,9 +77,14 @@ def plan(study: Study, flags: Sequence[str]) -> dict[str, list[Run]]:
         raise ValueError(f"models must be among {', '.join(known)}; got {', '.join(unknown)}")
     if len(set(study.models)) < len(study.models) or len(set(study.seeds)) < len(study.seeds):
         raise ValueError("a model or a seed is given twice")
+    if not study.seeds:
+        raise ValueError("seeds must be at least one")
     runs = {}
     for name in study.models:
+        _, usual = parse([name], known)
         _, run = parse([name, *flags], known)
+        if run.train.seed != usual.train.seed or run.out != usual.out:
+            raise ValueError("a study has --seeds and --out, before the --; no run has its own")
         runs[name] = [
             replace(
                 run,
@@ -141,16 +146,21 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     heads = [f"{name} [{unit}]" if unit else name for name, unit in shown.values()]
     lines = [["model", *heads], ["---"] * (len(shown) + 1)]
     for name, summary in summaries.items():
-        cells = [_cell(summary.get(key), 100 if shown[key][1] == "%" else 1) for key in shown]
+        cells = [
+            _cell(summary.get(key), shown[key][1], "never" if key == "epochs_to_full_use" else "-")
+            for key in shown
+        ]
         lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(value: dict[str, Any] | None, scale: float) -> str:
+def _cell(value: dict[str, Any] | None, unit: str, missing: str) -> str:
+    """Mean and spread; `missing` for what some seed has not."""
     if value is None:
         return "-"
     if value["mean"] is None:
-        return "never"
+        return missing
+    scale = 100 if unit == "%" else 1
     spread = "" if value["sd"] is None else f" ± {scale * value['sd']:.2g}"
     return f"{scale * value['mean']:.4g}{spread}"
 
@@ -176,7 +186,12 @@ def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:
         "seeds": list(study.seeds),
         "flags": list(flags),
         "models": summaries,
-        "absent": reports[study.models[0]][0]["absent"],
+        "absent": {
+            key: reason
+            for part in reports.values()
+            for report in part
+            for key, reason in report["absent"].items()
+        },
         "figures": [
             str(figures.curves(records, keys, out / "curves.png")),
             *(path for part in reports.values() for path in part[0]["figures"]),

@@ -140,7 +140,9 @@ def compare(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "accuracy_difference": difference,
         "largest_spread": float(spread),
-        "ddcl_beats_kmeans_by_more_than_the_spread": bool(difference > spread),
+        "ddcl_beats_kmeans_by_more_than_the_spread": bool(difference > spread)
+        if len(trials) > 1
+        else None,
         "seeds_with_ddcl_ahead": int((ours > theirs + 0.005).sum()),
         "seeds_with_kmeans_ahead": int((theirs > ours + 0.005).sum()),
         "seeds_with_lower_inertia_of_kmeans": sum(lower),

@@ -23,6 +23,8 @@ from torch import Tensor
 from eval.features import Encoder, TokenFeatures, default_encoder
 from eval.page import page
 from eval.prototypes import context, load_readout
+from eval.reconstruct import load_run
+from eval.report import check_out_file
 from softvq import checkpoint
 from softvq.data import to_float
 from softvq.image_files import decode_all, one_file
@@ -59,6 +61,7 @@ class Explanation:
     def __post_init__(self) -> None:
         if sum(map(bool, (self.text, self.file, self.image))) != 1:
             raise ValueError("exactly one of --text, --file and --image must be given")
+        check_out_file(Path(self.html), "html")
         for name in ("most", "examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -137,7 +140,7 @@ def _largest(shares: Float[Tensor, "k"], most: int) -> list[tuple[int, float]]:
 @torch.no_grad()
 def _image(explanation: Explanation) -> dict[str, Any]:
     device = find_device(explanation.device)
-    model = checkpoint.load(explanation.run, device)
+    model = load_run(explanation.run, device)
     stored = checkpoint.read_config(explanation.run).get("data") or {}
     pixels = _pixels(Path(explanation.image), int(stored.get("image_size", 32)))
     if pixels.shape[0] != model.config.channels:
@@ -150,7 +153,7 @@ def _image(explanation: Explanation) -> dict[str, Any]:
         z = model.latents(x, index)
         grid = assignment.indices[0].cpu()
         distances = torch.cdist(z.flatten(0, 2).float(), codebook.prototypes.float()).square().cpu()
-        stride = -(-pixels.shape[1] // grid.shape[0])
+        stride = model.stride // 2**index  # every further level is twice as fine
         prototypes = [
             {
                 "prototype": k,
@@ -171,7 +174,8 @@ def _image(explanation: Explanation) -> dict[str, Any]:
 def _pixels(path: Path, size: int) -> UInt8[Tensor, "c h w"]:
     """The image as the run's data set would have it. Raises ValueError that names the file."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist")
+        fault = "is no image file" if path.exists() else "does not exist"
+        raise ValueError(f"{path} {fault}")
     (batch,) = decode_all(one_file(path, size), workers=0)
     return batch[0]
 
@@ -184,8 +188,14 @@ def _patches(
     stride: int,
     most: int,
 ) -> list[dict[str, Any]]:
-    """Patches whose most probable code is k, the nearest first, with a margin around each."""
-    positions = (grid.flatten() == k).nonzero()[:, 0]
+    """Patches whose most probable code is k, the nearest first, with a margin around each.
+
+    What lies wholly in the padding of the image has none.
+    """
+    height, width = (-(-side // stride) for side in pixels.shape[1:])
+    inside = torch.zeros_like(grid, dtype=torch.bool)
+    inside[:height, :width] = True
+    positions = ((grid == k) & inside).flatten().nonzero()[:, 0]
     positions = positions[distances[positions, k].argsort()][:most].tolist()
     margin = round(_MARGIN * stride)
     found = []

@@ -61,8 +61,10 @@ class QualityConfig(DrawConfig):
         super().__post_init__()
         if self.num != 0 and self.num < 2:
             raise ValueError(f"num must be at least 2, or 0 for all, got {self.num}")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be different and 0 or more, got {self.seeds}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be given, each once, got {self.seeds}")
+        if not all(0 <= seed < 2**63 for seed in self.seeds):
+            raise ValueError(f"seeds must lie in [0, 2**63), got {self.seeds}")
         if self.resize < ALEXNET_SIDE:
             raise ValueError(f"resize must be at least {ALEXNET_SIDE}, got {self.resize}")
         if self.kid_subsets < 1:
@@ -98,6 +100,11 @@ def quality(config: QualityConfig) -> dict[str, Any]:
     labels = torch.full((len(test),), -1)
     if generative.prior.config.classes:
         labels = class_labels(generative.prior, test.labels)
+    without = int((labels < 0).sum())
+    if classifier is not None and without:
+        raise ValueError(
+            f"{without} of {len(test)} test images have no class that the classifier knows"
+        )
     real = _all_pixels(test)
     reference = features(network.network, real, device, "test images")
 

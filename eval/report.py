@@ -49,10 +49,12 @@ class ReportConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def check_out_file(path: Path) -> None:
-    """Raises ValueError for a file that would have no folder, before the work and not after."""
+def check_out_file(path: Path, name: str = "out") -> None:
+    """Raises ValueError for a file that cannot be written, before the work and not after."""
     if not path.parent.is_dir():
-        raise ValueError(f"out must be in an existing folder, got {path}")
+        raise ValueError(f"{name} must be in an existing folder, got {path}")
+    if path.is_dir():
+        raise ValueError(f"{name} must be a file, got the folder {path}")
 
 
 class MeasurementConfig(Protocol):

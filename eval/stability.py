@@ -49,8 +49,10 @@ class StabilityConfig(ReportConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "eps", "commitments", "clock", "short_steps", "lr", "temperature")
-        if not self.tasks:
-            raise ValueError("tasks must not be empty")
+        for name in ("eps", "commitments", "tasks"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be given, each once, got {values}")
         if self.tokens < 2 * CLUSTERS:
             raise ValueError(f"tokens must be at least {2 * CLUSTERS}, got {self.tokens}")
 

@@ -40,7 +40,9 @@ def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> Autoenco
     weights that do not fit the configuration.
     """
     config = read_config(run)
-    model = build_autoencoder(decode_config(config.get("model"), NetworkConfig))
+    if "model" not in config:
+        raise ValueError(f"{run} holds a run of another kind, no autoencoder")
+    model = build_autoencoder(decode_config(config["model"], NetworkConfig))
     load_weights(model, Path(run) / MODEL)
     return model.to(device).eval()
 
@@ -95,18 +97,34 @@ def only_writer(run: str | os.PathLike) -> Iterator[None]:
 
 
 def write_config(run: str | os.PathLike, **sections: Any) -> None:
-    """Writes `config.json`, or checks it: a folder made with another configuration is refused.
+    """Writes `config.json`, in place of that of a start from which nothing came.
 
-    Raises ValueError that names the first setting that differs, with both values.
+    Raises ValueError as `check_config` does.
     """
-    content = {"format": FORMAT, **{name: encode_config(part) for name, part in sections.items()}}
-    path = Path(run) / CONFIG
-    if path.exists():
-        difference = _first_difference(read_config(run), content)
-        if difference:
-            raise ValueError(f"{run} holds a run with another configuration: {difference}")
+    check_config(run, **sections)
+    path, content = Path(run) / CONFIG, _content(sections)
+    if not path.exists() or read_config(run) != content:
+        write_json(path, content)
+
+
+def check_config(run: str | os.PathLike, **sections: Any) -> None:
+    """Raises ValueError if the folder holds work of another kind or another configuration.
+
+    Names the first setting that differs, with both values.
+    """
+    if not any((Path(run) / name).exists() for name in (METRICS, MODEL, STATE)):
         return
-    write_json(path, content)
+    there, here = read_config(run), _content(sections)
+    if there.keys() != here.keys():
+        kinds = (", ".join(key for key in part if key != "format") for part in (there, here))
+        raise ValueError(f"{run} holds a run of another kind: {next(kinds)}; not {next(kinds)}")
+    difference = _first_difference(there, here)
+    if difference:
+        raise ValueError(f"{run} holds a run with another configuration: {difference}")
+
+
+def _content(sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, **{name: encode_config(part) for name, part in sections.items()}}
 
 
 def read_config(run: str | os.PathLike) -> dict[str, Any]:
@@ -141,7 +159,10 @@ def decode_config(content: Any, expected: Any) -> Any:
     if isinstance(expected, type) and not expected.__subclasses__():
         classes[expected.__name__] = expected
     if not isinstance(name, str) or name not in classes:
-        raise UnknownConfig(f"unknown configuration {name!r}; known are {', '.join(classes)}")
+        raise UnknownConfig(
+            f"unknown configuration {name!r}; known are {', '.join(classes)}, and those of the "
+            "quantizers that an imported module registers"
+        )
     config_class = classes[name]
     if not issubclass(config_class, expected):
         raise ValueError(f"expected a {wanted}, got a {name}")

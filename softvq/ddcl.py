@@ -221,7 +221,9 @@ def distinct_codes(prototypes: Float[Tensor, "k d"], tolerance: float | Float[Te
     while True:
         linked = labels.clone()
         for rows, distances in _pair_distances(p):
-            linked[rows] = torch.where(distances <= tolerance, labels, k).amin(1)
+            # Every code is linked with itself, even one that is not finite.
+            nearest = torch.where(distances <= tolerance, labels, k).amin(1)
+            linked[rows] = torch.minimum(nearest, labels[rows])
         linked = linked[linked]
         if torch.equal(linked, labels):
             return len(labels.unique())

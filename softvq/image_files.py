@@ -33,6 +33,7 @@ EXTENSIONS = (
 )
 CHUNK = 256  # images per worker task: small beside memory, large beside the cost of a transfer
 SHOWN_FAILURES = 10
+_TESTS = ("test", "val", "valid", "validation")  # the first of these folders that is there
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -174,11 +175,13 @@ def stored_files(store: Folder | Zip, source: str, split: Split, size: int) -> P
     """
     entries, wrapper, images = _listed(store, source)
     tops = {_top(entry.removeprefix(wrapper)) for entry in entries}
-    if {"train", "test"} <= tops:
-        parts = {part: [i for i in images if _top(i) == part] for part in ("train", "test")}
-        rule = "split by its folders"
-    elif all(_top(image) == "test" for image in images):
-        raise ValueError(f"{source} has a folder test/ but no folder train/")
+    tested = next((name for name in _TESTS if name in tops), "")
+    if "train" in tops and tested:
+        folders = {"train": "train", "test": tested}
+        parts = {part: [i for i in images if _top(i) == top] for part, top in folders.items()}
+        rule = "split by its folders" if tested == "test" else f"split into train/ and {tested}/"
+    elif tested and all(_top(image) == tested for image in images):
+        raise ValueError(f"{source} has a folder {tested}/ but no folder train/")
     else:
         parts, rule = _hash_split(images), "split by hash of the path"
     if not (parts["train"] and parts["test"]):
@@ -225,9 +228,13 @@ def _hash_split(images: list[str]) -> dict[str, list[str]]:
 
 
 def _class_folder(image: str) -> str:
-    """The folder that stands first in the path, after train/ or test/; empty if there is none."""
+    """The folder that stands first in the path, after that of the split; empty if there is none."""
     folders = image.split("/")[:-1]
-    return next((name for name in folders if name.lower() not in ("train", "test")), "")
+    return next((name for name in folders if not _names_a_split(name)), "")
+
+
+def _names_a_split(folder: str) -> bool:
+    return folder.lower() in ("train", *_TESTS)
 
 
 def _top(entry: str) -> str:
@@ -237,7 +244,7 @@ def _top(entry: str) -> str:
 def _wrapping_folder(images: list[str]) -> str:
     """The folders that hold all images, which differ between a folder and a zip of it."""
     common = posixpath.commonpath([posixpath.dirname(image) for image in images])
-    parts = takewhile(lambda part: part.lower() not in ("train", "test"), common.split("/"))
+    parts = takewhile(lambda part: not _names_a_split(part), common.split("/"))
     return "".join(f"{part}/" for part in parts if part)
 
 

@@ -3,6 +3,7 @@
 What is trained, on what and how it is evaluated is a program's own: it derives from `Trainer`.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sized
@@ -86,12 +87,14 @@ def train_epochs(
     with interruptions() as interrupted:
         for progress in _epochs(trainer, out, begun, interrupted):
             epoch = progress.epoch
+            _check_weights(model, epoch, out)
             record = {
                 "epoch": epoch,
                 "steps": trainer.steps * epoch,
                 "seconds": progress.seconds,
                 **trainer.record(progress.sums.joined()),
             }
+            _check_record(record, out)
             records.append(record)
             if is_first():
                 checkpoint.write_records(out, records)
@@ -138,6 +141,21 @@ def _epochs(
                     raise Interrupted(f"{out}: stopped in epoch {epoch + 1}, step {step}")
         yield Progress(epoch + 1, 0, seconds + time.monotonic() - started, sums)
         step, seconds, sums = 0, 0.0, Sums()
+
+
+def _check_weights(model: nn.Module, epoch: int, out: Path) -> None:
+    """The last step of an epoch shows in no loss. Raises NonFiniteLoss if it broke a weight."""
+    for name, value in model.state_dict().items():
+        if not value.isfinite().all():
+            raise NonFiniteLoss(f"{name} is not finite after epoch {epoch}; {_what_is_left(out)}")
+
+
+def _check_record(record: dict[str, Any], out: Path) -> None:
+    """Raises NonFiniteLoss if an evaluation gave no number."""
+    for name, value in record.items():
+        if isinstance(value, float) and math.isnan(value):
+            epoch = record["epoch"]
+            raise NonFiniteLoss(f"{name} is nan after epoch {epoch}; {_what_is_left(out)}")
 
 
 def _what_is_left(out: Path) -> str:

@@ -65,6 +65,8 @@ class CodebookUsage(_SplitSums):
         if tokens == 0:
             raise ValueError("no tokens seen: the split is empty or wholly masked")
         total = self.usage.sum()
+        if total.isnan():
+            raise ArithmeticError("the usage is nan: the model has latents that are not finite")
         if not (total - tokens).abs() <= 1e-2 * tokens:
             raise ValueError(
                 f"usage sums to {total:.6g} over {tokens} tokens: give sums, not means"

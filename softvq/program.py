@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,7 +86,9 @@ def find_device(name: str) -> torch.device:
         own = os.environ.get("LOCAL_RANK", "0")
         return torch.device(f"cuda:{own}" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        one = torch.zeros(1, device=name)
+        one.item()  # the device meta has no values
+        return one.device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
 
@@ -147,9 +149,15 @@ def parse_flags(parse: Callable[[], T]) -> T:
     except SystemExit as stop:
         if not stop.code:
             raise
-        lines = (line.strip("│ ") for line in box.getvalue().splitlines()[1:])
-        complaint = takewhile(lambda line: line.strip("─╰╯"), lines)
-        raise ValueError(" ".join(complaint)) from None
+        # A title, and the complaint between two rules, in ASCII where the terminal has no other.
+        rows = (line.strip("│| ") for line in box.getvalue().splitlines()[1:])
+        complaint = takewhile(_is_text, dropwhile(lambda row: not _is_text(row), rows))
+        # tyro has a name of its own for the parser of one model's flags.
+        raise ValueError(" ".join(complaint).replace("__tyro-dummy-inner__.", "")) from None
+
+
+def _is_text(row: str) -> bool:
+    return bool(row.strip("─╰╯-+"))
 
 
 def stored_data(run: str) -> DataConfig | None:
@@ -171,22 +179,32 @@ def run_program(action: Callable[[], Any], with_torchrun: bool = False) -> int:
 
     Where torchrun started several processes, an action that does not know them is refused.
     0 for success, 2 for a user's mistake (ValueError), 1 for a training that broke down
-    (ArithmeticError) or a file that cannot be written (OSError), 130 after SIGINT.
+    (ArithmeticError), too little memory or a file that cannot be written (OSError), 130 after
+    SIGINT.
     """
     try:
         if launched_processes() > 1 and not with_torchrun:
             raise ValueError("this program runs in one process; start it without torchrun")
         result = action()
+        if is_first():
+            print(json.dumps(checkpoint.strict(result), indent=2), flush=True)
+    except BrokenPipeError:
+        # Nobody reads on; without this, Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ValueError as error:
         return _fail(f"error: {error}", 2)
     except (ArithmeticError, OSError) as error:
         return _fail(f"error: {error}", 1)
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch has no class of its own for this.
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        return _fail(f"error: too little memory: {str(error).splitlines()[0]}", 1)
     except Interrupted as stop:
         return _fail(f"{stop}; the same command continues it", 130)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
-    if is_first():
-        print(json.dumps(checkpoint.strict(result), indent=2))
     return 0
 
 

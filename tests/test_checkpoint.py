@@ -176,7 +176,7 @@ def test_the_file_is_plain_safetensors_and_half_precision_keeps_its_codebook(tmp
     [
         ((), {"format": 2}, "has format 2; this version reads 1"),
         ((), {"format": ...}, "has format None; this version reads 1"),
-        ((), {"model": ...}, "expected a NetworkConfig, got None"),
+        ((), {"model": ...}, "holds a run of another kind, no autoencoder"),
         ((), {"model": "VQVAE"}, "expected a NetworkConfig, got 'VQVAE'"),
         (("model",), {"type": "os.system"}, "unknown configuration 'os.system'; known are VQVAE"),
         (("model",), {"type": ...}, "unknown configuration None"),
@@ -259,9 +259,23 @@ def test_a_folder_with_another_configuration_is_refused_and_kept(run):
     ):
         with pytest.raises(ValueError, match=re.escape(difference)):
             save_model(run, VQVAE(other))
-    with pytest.raises(ValueError, match=r"train is 'absent' there and \{.*\} here"):
+    with pytest.raises(ValueError, match="holds a run of another kind: model; not model, train"):
         checkpoint.write_config(run, model=SMALL, train=TrainConfig())
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_a_configuration_without_work_gives_way_to_another(tmp_path):
+    checkpoint.write_config(tmp_path, model=SMALL)
+    other = dataclasses.replace(SMALL, hidden=8)
+    checkpoint.check_config(tmp_path, model=other)
+    assert checkpoint.read_config(tmp_path)["model"]["hidden"] == 6
+    checkpoint.write_config(tmp_path, model=other)
+    assert checkpoint.read_config(tmp_path)["model"]["hidden"] == 8
+    for name in (checkpoint.STATE, checkpoint.METRICS, checkpoint.MODEL):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match="hidden is 8 there and 6 here"):
+            checkpoint.write_config(tmp_path, model=SMALL)
+        (tmp_path / name).unlink()
 
 
 def test_saving_the_same_model_again_writes_its_new_weights(run):

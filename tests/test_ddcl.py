@@ -511,6 +511,12 @@ def test_a_chain_is_one_group_as_soon_as_its_links_hold():
     assert distinct_codes(cut, torch.tensor(1.01)) == 2
 
 
+def test_codes_that_are_not_finite_are_groups_of_their_own():
+    p = torch.tensor([[0.0], [math.nan], [0.1], [math.nan], [math.inf]])
+    assert distinct_codes(p, 0.5) == 4
+    assert distinct_codes(torch.full((5, 3), math.nan), 0.5) == 5
+
+
 def count_groups(p: np.ndarray, tolerance: float) -> int:
     unseen, groups = set(range(len(p))), 0
     while unseen:

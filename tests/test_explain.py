@@ -1,6 +1,7 @@
 """Explanations: shares that add up, tokens and patches where they belong, and a harmless page."""
 
 import base64
+import itertools
 import json
 import re
 import shutil
@@ -14,10 +15,30 @@ from PIL import Image
 
 from eval import explain, text
 from eval.page import page
-from softvq import checkpoint
+from softvq import DDCLConfig, HierarchicalVQVAE, HierarchicalVQVAEConfig, checkpoint
 from softvq.data import DataConfig, to_float
+from softvq.quantizers import codebooks
 
 HOSTILE = "<script>alert(1)</script> red & green \"><img src=x onerror=alert(1)> ' dog"
+
+
+# A run folder and an image, made where the peers are imported and read where they are not.
+PEER = """
+import sys
+from dataclasses import replace
+import numpy as np, torch
+from PIL import Image
+from eval.peers import PEERS
+from softvq import VQVAE, checkpoint
+from softvq.data import DataConfig
+config = PEERS["cifar10-simvq"].model
+quantizer = replace(config.quantizer, dim=4, codebook_size=8)
+model = VQVAE(replace(config, hidden=8, quantizer=quantizer))
+model(torch.rand(4, 3, 16, 16))
+checkpoint.save_model(sys.argv[1] + "/run", model, data=DataConfig(image_size=16))
+pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+Image.fromarray(pixels).save(sys.argv[1] + "/image.png")
+"""
 
 
 class _Elements(HTMLParser):
@@ -155,6 +176,50 @@ def test_an_image_is_told_in_shares_of_prototypes(autoencoder, tmp_path, capsys)
     assert "<b>.png" not in content
 
 
+@pytest.mark.parametrize("height", [16, 21, 30, 33])
+def test_a_patch_shows_the_pixels_of_its_code_at_each_level_and_none_of_the_padding(
+    tmp_path, capsys, height
+):
+    codes = DDCLConfig(dim=4, codebook_size=1)
+    torch.manual_seed(0)
+    model = HierarchicalVQVAE(HierarchicalVQVAEConfig(top=codes, bottom=codes, hidden=8))
+    for level in (0, 1):
+        codebooks(model)[level].initialize(torch.randn(50, 4))
+    checkpoint.save_model(tmp_path / "run", model.eval(), data=DataConfig(image_size=height))
+    # The red of a pixel tells its row, the green its column.
+    rows, columns = np.mgrid[:height, :height].astype(np.uint8)
+    pixels = np.stack([rows, columns, 0 * rows], 2)
+    Image.fromarray(pixels).save(tmp_path / "ramp.png")
+    given = [str(tmp_path / "run"), "--image", str(tmp_path / "ramp.png"), "--examples", "400"]
+    assert explain.main([*given, "--html", str(tmp_path / "page.html")]) == 0
+    levels = json.loads(capsys.readouterr().out)["levels"]
+    found = assert_harmless((tmp_path / "page.html").read_text()).found
+    shown = iter([attributes["src"] for tag, attributes in found if tag == "img"][1:])
+    for stride, level in zip((8, 4), levels, strict=True):
+        (prototype,) = level["prototypes"]
+        places = {(here["row"], here["column"]) for here in prototype["here"]}
+        side = -(-height // stride)
+        assert places == set(itertools.product(range(side), repeat=2))
+        for here in prototype["here"]:
+            picture = Image.open(BytesIO(base64.b64decode(next(shown).split(",")[1])))
+            values = np.asarray(picture)
+            for channel, place in enumerate((here["row"], here["column"])):
+                margin = stride // 2
+                first, last = place * stride - margin, (place + 1) * stride + margin - 1
+                assert values[..., channel].min() == max(0, first)
+                assert values[..., channel].max() == min(height - 1, last)
+
+
+def test_a_run_of_a_peer_is_explained(tmp_path, python):
+    python("-c", PEER, tmp_path)
+    printed, _ = python(
+        *("-m", "eval.explain", tmp_path / "run", "--image", tmp_path / "image.png"),
+        *("--html", tmp_path / "page.html"),
+    )
+    (level,) = json.loads(printed)["levels"]
+    assert sum(prototype["share"] for prototype in level["prototypes"]) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -162,7 +227,7 @@ def test_an_image_is_told_in_shares_of_prototypes(autoencoder, tmp_path, capsys)
         (["--text", "a", "--file", "b"], "exactly one of"),
         (["--text", "  "], "the document holds no text"),
         (["--file", "/nowhere.txt"], "/nowhere.txt does not exist"),
-        (["--image", "/nowhere.png"], "expected a NetworkConfig, got None"),
+        (["--image", "/nowhere.png"], "holds a run of another kind, no autoencoder"),
         (["--text", "a", "--most", "0"], "most must be at least 1"),
         (["--text", "a", "--device", "abacus"], "device 'abacus' cannot be used"),
     ],
@@ -187,5 +252,9 @@ def test_a_folder_that_is_no_text_run_and_a_file_that_is_no_image_are_refused(
     (tmp_path / "x.png").write_bytes(b"no image")
     assert explain.main([str(run), "--image", str(tmp_path / "x.png")]) == 2
     assert re.search(r"error: .*x\.png", capsys.readouterr().err)
+    assert explain.main([str(run), "--image", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no image file" in capsys.readouterr().err
+    assert explain.main([str(run), "--image", "a.png", "--html", str(tmp_path)]) == 2
+    assert f"html must be a file, got the folder {tmp_path}" in capsys.readouterr().err
     assert explain.main([str(tmp_path), "--text", "a"]) == 2
     assert "config.json does not exist" in capsys.readouterr().err

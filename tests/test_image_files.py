@@ -348,6 +348,24 @@ def test_own_folders_are_the_split_at_the_top_and_inside_a_wrapper(tmp_path, sto
         assert "split by its folders" in open_pictures(source, "test").origin
 
 
+@pytest.mark.parametrize("name", ["val", "valid", "Validation"])
+def test_val_is_the_test_split_where_there_is_no_test(tmp_path, store, noise_pngs, name):
+    files = {**noise_pngs(3, "train/cat/"), **noise_pngs(2, f"{name}/cat/", size=18)}
+    for source in (
+        store(tmp_path / "x", files),
+        store(tmp_path / "y.zip", {f"wrap/{path}": content for path, content in files.items()}),
+    ):
+        for split, count in (("train", 3), ("test", 2)):
+            pictures = open_pictures(source, split)
+            assert len(load(source, split)) == count
+            assert {pictures.label(path) for path in pictures.names} == {"cat"}
+            assert f"split into train/ and {name.lower()}/" in pictures.origin
+    store(tmp_path / "x", noise_pngs(4, "test/cat/", size=20))
+    assert len(load(tmp_path / "x", "train")) == 3
+    assert len(load(tmp_path / "x", "test")) == 4
+    assert "split by its folders" in open_pictures(tmp_path / "x").origin
+
+
 def test_train_without_test_is_split_by_the_rule(tmp_path, store, noise_pngs):
     plain = load(store(tmp_path / "plain", noise_pngs(20)), "test")
     below = load(store(tmp_path / "below", noise_pngs(20, "train/")), "test")
@@ -393,6 +411,7 @@ def test_hidden_files_and_other_kinds_are_ignored(tmp_path, store, noise_pngs):
         ([*THREE["train"], "test/notes.txt"], "gives 3 train, 0 test images"),
         ([*THREE["test"], "train/notes.txt"], "gives 0 train, 3 test images"),
         (THREE["test"], "has a folder test/ but no folder train/"),
+        ([f"val/{n}.png" for n in range(3)], "has a folder val/ but no folder train/"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "test"])

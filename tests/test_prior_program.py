@@ -205,6 +205,7 @@ def test_bits_of_a_split_do_not_depend_on_the_batches(tokenizer_run, monkeypatch
         (("--train.epochs", "3"), "train.epochs is 2 there and 3 here"),
         (("--train.lr", "0.5"), "train.lr is 0.0005 there and 0.5 here"),
         (("--width", "32"), "prior.width is 16 there and 32 here"),
+        (("--no-class-conditional",), "prior.classes is ['china', 'flower'] there and [] here"),
     ],
 )
 def test_other_flags_in_the_same_folder_are_refused(
@@ -218,6 +219,16 @@ def test_other_flags_in_the_same_folder_are_refused(
     assert (status, out) == (2, "")
     assert difference in err
     assert err.count("\n") == 1
+
+
+def test_the_folder_of_the_tokenizer_is_refused_and_kept(tokenizer_run, capsys):
+    before = sorted(path.name for path in tokenizer_run.iterdir())
+    given = ("--out", tokenizer_run, *SMALL, *RECIPE)
+    status, out, err = run_prior(capsys, tokenizer_run, *given)
+    assert (status, out) == (2, "")
+    assert "holds a run of another kind: model, data; not prior, train, tokenizer" in err
+    assert err.count("\n") == 1
+    assert {path.name for path in tokenizer_run.iterdir()} <= {*before, checkpoint.LOCK}
 
 
 def test_a_stopped_training_ends_like_another(tokenizer_run, tmp_path, capsys, monkeypatch):
@@ -274,6 +285,11 @@ def test_codes_of_another_tokenizer_are_refused_with_both_values(tokenizer_run, 
     ]
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
+    assert f"tokenizer.digest is '{digests[0]}' there and '{digests[1]}' here" in err
+    for name in (checkpoint.MODEL, checkpoint.STATE, checkpoint.METRICS):
+        (tmp_path / "prior" / name).unlink()
+    status, out, err = run_prior(capsys, other, "--out", tmp_path / "prior", *SMALL, *RECIPE)
+    assert (status, out) == (2, "")
     assert (
         f"is of another tokenizer: the weights with SHA-256 {digests[0]}, not {digests[1]}" in err
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 import train_vqvae
@@ -177,6 +178,32 @@ def read_until(process: subprocess.Popen, text: bytes) -> bytes:
             break
         said += part
     return said
+
+
+def test_weights_for_lpips_complete_the_report_of_a_finished_run(finished, tmp_path, capsys):
+    copy, weights = tmp_path / "run", tmp_path / "alexnet.pth"
+    shutil.copytree(finished["photos-ddcl"], copy)
+    torch.manual_seed(0)
+    torch.save(torchvision.models.alexnet().state_dict(), weights)
+    before, kept = contents(copy), {"report.json", "curves.png", "reconstructions.png", "atlas.png"}
+    assert train(copy, "--lpips-weights", tmp_path / "nowhere.pth") == 2
+    assert contents(copy) == before
+    assert train(copy, "--lpips-weights", weights) == 0
+    report, old = (json.loads(part["report.json"]) for part in (contents(copy), before))
+    assert "lpips" in old["absent"]
+    assert "lpips" not in report["absent"]
+    capsys.readouterr()
+    given = ("--lpips-weights", weights, "--test-images", 16)
+    assert status_of(reconstruct.main, copy, *given) == 0
+    measured = json.loads(capsys.readouterr().out)
+    for key in ("test/lpips_soft", "test/lpips_hard"):
+        assert report[key] == measured[key] > 0
+    same = old.keys() - {"absent", "figures"}
+    assert {key: report[key] for key in same} == {key: old[key] for key in same}
+    after = contents(copy)
+    assert {name for name in after if after[name] != before.get(name)} <= kept
+    assert train(copy, "--lpips-weights", weights) == 0
+    assert contents(copy) == after
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*use of fork")
@@ -410,6 +437,39 @@ def test_unknown_models_are_refused_with_the_known_ones(tmp_path, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model.hidden", "100000000"), "error: too little memory: "),
+        (("--device", "meta"), "error: device 'meta' cannot be used: "),
+        (("--model.hidden", "-1"), "error: Error parsing model: hidden must be at least 2, got -1"),
+        (("--nope", "1"), "error: Unrecognized options: --nope, 1"),
+    ],
+)
+def test_what_the_machine_or_a_model_cannot_have_is_one_line(tmp_path, capsys, flags, message):
+    assert train(tmp_path, *flags) == (1 if "memory" in message else 2)
+    line = error_of(capsys.readouterr())
+    assert line.startswith(message)
+    assert "---" not in line
+
+
+def test_only_too_little_memory_is_told_in_one_line(capsys):
+    assert run_program(lambda: np.empty(10**15)) == 1
+    assert error_of(capsys.readouterr()).startswith("error: too little memory: Unable to allocate")
+    with pytest.raises(RuntimeError, match="shape"):
+        run_program(lambda: torch.zeros(3).view(4))
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(finished):
+    command = [sys.executable, "-m", "eval.reconstruct", str(finished["photos-vq"])]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+    assert process.returncode == 1
+
+
 def test_help_names_every_option_with_its_meaning(capsys):
     assert status_of(train_vqvae.main, "photos-ddcl", "--help") == 0
     text = capsys.readouterr().out
@@ -439,6 +499,50 @@ def test_a_loss_that_is_not_finite_ends_with_status_1_and_names_the_step(tmp_pat
     line = error_of(capsys.readouterr())
     assert re.search(r"the loss is (nan|inf) in epoch 1, step 2; no state was saved", line)
     assert contents(tmp_path).keys() == {"config.json"}
+
+
+def test_the_folder_of_a_start_that_failed_serves_the_mended_command(tmp_path, no_figures):
+    assert train(tmp_path, "--train.lr", "1e30") == 1
+    assert train(tmp_path) == 0
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("broken", ["weights", "record"])
+def test_a_last_step_that_breaks_the_model_is_no_success(
+    tmp_path, capsys, monkeypatch, model, broken
+):
+    """No loss is computed after it."""
+    original, numbers = train_vqvae.train_step, itertools.count(1)
+
+    def breaking(model, *arguments):
+        result = original(model, *arguments)
+        if next(numbers) == 9 and broken == "weights":
+            with torch.no_grad():
+                model.decoder[0].bias[0] = math.inf
+        return result
+
+    monkeypatch.setattr(train_vqvae, "train_step", breaking)
+    if broken == "record":
+        monkeypatch.setattr(train_vqvae, "evaluate", lambda *_: {"test/psnr_hard": math.nan})
+    assert train(tmp_path, model=model) == 1
+    epoch, name = {"weights": (3, "decoder.0.bias"), "record": (1, "test/psnr_hard")}[broken]
+    line = error_of(capsys.readouterr())
+    assert re.search(rf"{name} is (not finite|nan) after epoch {epoch}; ", line)
+    assert not (tmp_path / "report.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_latents_that_are_not_finite_are_no_mistake_of_the_user(tmp_path, capsys, monkeypatch):
+    original = train_vqvae.settle
+
+    def breaking(model, images):
+        original(model, images)
+        model.norm.running_mean.fill_(math.nan)
+
+    monkeypatch.setattr(train_vqvae, "settle", breaking)
+    assert train(tmp_path) == 1
+    assert "the usage is nan: the model has latents that are" in error_of(capsys.readouterr())
 
 
 @pytest.mark.parametrize("model", METHODS)
@@ -1171,6 +1275,9 @@ def test_a_study_with_other_flags_in_the_same_folder_is_refused(study, capsys):
         (("photos-ddcl", "nope"), "models must be among photos-ddcl, "),
         (("photos-ddcl", "photos-ddcl"), "given twice"),
         (("photos-ddcl", "--seeds", "1", "1"), "given twice"),
+        (("photos-ddcl", "--seeds"), "seeds must be at least one"),
+        (("photos-ddcl", "--", "--train.seed", "7"), "has --seeds and --out, before the --"),
+        (("photos-ddcl", "--", "--out", "x"), "has --seeds and --out, before the --"),
         (("photos-ddcl", "--", "--train.epochs", "0"), "epochs must be at least 1, got 0"),
         (("photos-ddcl", "photos-vq", "--", "--model.quantizer.init", "x"), "'x'"),
         (("photos-ddcl", "photos-vq", "--", "--model.quantizer.usage-weight", "1"), "usage-weight"),
@@ -1195,6 +1302,16 @@ def test_a_study_of_one_seed_has_no_spread_and_full_use_may_never_come():
     use = [{"epoch": 1, "test/utilisation": 0.9}, {"epoch": 2, "test/utilisation": 1.0}]
     assert compare.epochs_to_full_use(use) == 2
     assert compare.epochs_to_full_use(use[:1]) is None
+
+
+def test_a_table_says_never_of_full_use_alone():
+    summary = {name: {"mean": None, "sd": None} for name in compare.COLUMNS}
+    summary["test/psnr_hard"] = {"mean": 20.0, "sd": 0.5}
+    head, _, row = (line.split(" | ") for line in compare.table({"m": summary}).splitlines())
+    cells = dict(zip(head, row, strict=True))
+    assert cells["PSNR hard [dB]"] == "20 ± 0.5"
+    assert cells["epochs to 100 %"] == "never"
+    assert cells["LPIPS hard"] == cells["codes in use [%]"] == "-"
 
 
 def test_without_arguments_the_three_methods_are_compared(monkeypatch):

@@ -414,7 +414,8 @@ def test_the_report_is_that_of_its_parts(generative_run, trained, alexnet, tmp_p
     [
         (("--num", "1"), "num must be at least 2, or 0 for all, got 1"),
         (("--num", "9999"), "test_images must be at most 2048"),
-        (("--seeds", "1", "1"), "seeds must be different and 0 or more, got (1, 1)"),
+        (("--seeds", "1", "1"), "seeds must be given, each once, got (1, 1)"),
+        (("--seeds", "1" * 20), "seeds must lie in [0, 2**63)"),
         (("--resize", "30"), "resize must be at least 31, got 30"),
         (("--kid-subsets", "0"), "kid_subsets must be at least 1, got 0"),
         (("--kid-subset-size", "9"), "between 2 and the number of images 8, got 9"),
@@ -428,6 +429,22 @@ def test_what_cannot_be_measured_is_one_line(generative_run, alexnet, capsys, fl
     assert (status, out) == (2, "")
     assert complaint in err
     assert err.count("\n") == 1
+
+
+def test_images_without_a_class_are_refused_by_the_classifier_alone(
+    generative_run, trained, alexnet, tmp_path, capsys, store, noise_pngs
+):
+    files = {f"{split}/{name}/{n}": content
+             for split in ("train", "test") for name in ("china", "flower")
+             for n, content in noise_pngs(4).items()}  # fmt: skip
+    files |= {f"test/{name}": content for name, content in noise_pngs(3).items()}
+    flags = ("--alexnet-weights", alexnet, "--kid-subset-size", 4, "--kid-subsets", 1)
+    flags += ("--seeds", 0, "--data", store(tmp_path / "x.zip", files))
+    status, out, err = measure(capsys, generative_run, *flags)
+    assert status == 0, err
+    status, out, err = measure(capsys, generative_run, *flags, "--classifier", trained)
+    assert (status, out) == (2, "")
+    assert "3 of 8 test images have no class that the classifier knows" in err
 
 
 def test_a_classifier_of_other_classes_is_refused(generative_run, alexnet, tmp_path, capsys):

@@ -98,10 +98,6 @@ def _train(options: Training, out: Path) -> dict[str, Any]:
     train, test = load_images(data, "train"), load_images(data, "test")
     tokenizer = read_tokenizer(options.run, model, test.image_shape)
     classes = tuple(sorted(set(train.labels) - {""})) if options.class_conditional else ()
-    splits = {
-        name: _codes(out / f"codes-{name}.safetensors", model, images, classes, tokenizer)
-        for name, images in (("train", train), ("test", test))
-    }
     config = CodePriorConfig(
         codebook_sizes=tokenizer.codebook_sizes,
         grids=tokenizer.grids,
@@ -112,6 +108,10 @@ def _train(options: Training, out: Path) -> dict[str, Any]:
         dropout=options.dropout,
     )
     checkpoint.write_config(out, prior=config, train=options.train, tokenizer=tokenizer)
+    splits = {
+        name: _codes(out / f"codes-{name}.safetensors", model, images, classes, tokenizer)
+        for name, images in (("train", train), ("test", test))
+    }
     if (out / checkpoint.REPORT).exists():
         tell(f"{out} is finished")
         return checkpoint.read_json(out / checkpoint.REPORT)
