@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,6 +82,7 @@ class Autoencoder(nn.Module, ABC):
     """
 
     config: NetworkConfig
+    _frozen = False
 
     @property
     @abstractmethod
@@ -104,10 +105,29 @@ class Autoencoder(nn.Module, ABC):
     def decode(self, quantized: tuple[Float[Tensor, "b _ _ _"], ...]) -> Images:
         """Images from the codes of each level; multiples of the stride in height and width."""
 
-    def decode_indices(self, indices: tuple[Int[Tensor, "b _ _"], ...]) -> Images:
-        """Images from the indices of each level; the same, bit for bit, as decoding their codes."""
-        levels = zip(codebooks(self), indices, strict=True)
+    def decode_indices(self, indices: tuple[Integer[Tensor, "b _ _"], ...]) -> Images:
+        """Images from the indices of each level; the same, bit for bit, as decoding their codes.
+
+        Raises ValueError for what is no tuple of one grid b h w per level.
+        """
+        banks = codebooks(self)
+        if isinstance(indices, Tensor) or [grid.ndim for grid in indices] != [3] * len(banks):
+            given = [indices] if isinstance(indices, Tensor) else indices
+            shapes = ", ".join(str(tuple(grid.shape)) for grid in given)
+            raise ValueError(f"indices must be a tuple of {len(banks)} grids b h w, got {shapes}")
+        levels = zip(banks, indices, strict=True)
         return self.decode(tuple(codebook.indices_to_codes(grid) for codebook, grid in levels))
+
+    def freeze(self):
+        """Keeps the model as it is, for good: no gradients for it, and evaluation mode, which
+        `train()`, of this or of a module around it, does not undo."""
+        self.requires_grad_(False)
+        self._frozen = True
+        return self.eval()
+
+    def train(self, mode: bool = True):
+        """Training mode, or evaluation for `mode=False` and wherever the model is frozen."""
+        return super().train(mode and not self._frozen)
 
     def forward(self, x: Images) -> VQVAEOutput:
         """Encodes, quantizes, decodes and crops to the size of `x`."""

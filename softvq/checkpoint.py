@@ -34,7 +34,7 @@ class UnknownConfig(ValueError):
 
 
 def load(run: str | os.PathLike, device: str | torch.device = "cpu") -> Autoencoder:
-    """The trained model of a run folder, in eval mode.
+    """The trained model of a run folder, in eval mode and float32.
 
     Raises ValueError for a folder that is no run, a file that is damaged or of another format, and
     weights that do not fit the configuration.
@@ -112,7 +112,7 @@ def check_config(run: str | os.PathLike, **sections: Any) -> None:
 
     Names the first setting that differs, with both values.
     """
-    if not any((Path(run) / name).exists() for name in (METRICS, MODEL, STATE)):
+    if not holds_work(run):
         return
     there, here = read_config(run), _content(sections)
     if there.keys() != here.keys():
@@ -121,6 +121,11 @@ def check_config(run: str | os.PathLike, **sections: Any) -> None:
     difference = _first_difference(there, here)
     if difference:
         raise ValueError(f"{run} holds a run with another configuration: {difference}")
+
+
+def holds_work(run: str | os.PathLike) -> bool:
+    """Whether a training has come as far as to leave something in the folder."""
+    return any((Path(run) / name).exists() for name in (METRICS, MODEL, STATE))
 
 
 def _content(sections: Mapping[str, Any]) -> dict[str, Any]:

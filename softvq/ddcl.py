@@ -219,12 +219,16 @@ def distinct_codes(prototypes: Float[Tensor, "k d"], tolerance: float | Float[Te
     k = len(p)
     labels = torch.arange(k, device=p.device)
     while True:
-        linked = labels.clone()
+        lowest = labels.clone()  # of a code and those it is linked with
         for rows, distances in _pair_distances(p):
-            # Every code is linked with itself, even one that is not finite.
-            nearest = torch.where(distances <= tolerance, labels, k).amin(1)
-            linked[rows] = torch.minimum(nearest, labels[rows])
-        linked = linked[linked]
+            neighbours = torch.where(distances <= tolerance, labels, k).amin(1)
+            # A code that is not finite is at no distance of itself.
+            lowest[rows] = torch.minimum(neighbours, labels[rows])
+        # What a code learns goes to the code that its label names too, and so to its whole group:
+        # a chain of n links needs about log n rounds.
+        linked = lowest.scatter_reduce(0, labels, lowest, "amin")
+        while not torch.equal(linked, linked[linked]):
+            linked = linked[linked]
         if torch.equal(linked, labels):
             return len(labels.unique())
         labels = linked

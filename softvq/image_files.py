@@ -4,6 +4,7 @@ Which images make up a data set, and how they are held, is in `softvq.data`."""
 import hashlib
 import os
 import posixpath
+import re
 import warnings
 import zipfile
 import zlib
@@ -35,6 +36,8 @@ CHUNK = 256  # images per worker task: small beside memory, large beside the cos
 SHOWN_FAILURES = 10
 _TESTS = ("test", "val", "valid", "validation")  # the first of these folders that is there
 _PNG = b"\x89PNG\r\n\x1a\n"
+# 0xFF within pixels is followed by 0x00, or is a restart; fill bytes are 0xFF themselves
+_JPEG_MARK = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")
 
 
 @dataclass(eq=False)
@@ -58,9 +61,9 @@ class Pictures(Dataset):
         pixels = np.zeros((len(positions), self.size, self.size, 3), dtype=np.uint8)
         failures = []
         with warnings.catch_warnings():
-            # Odd metadata is no reason to warn: the pixels are complete. An absurd size is.
+            # Odd metadata is no reason to warn: the pixels are complete. Nor is a large picture;
+            # Pillow refuses absurd ones, of twice the size that it warns of.
             warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
             for row, name in enumerate(self.names[position] for position in positions):
                 try:
                     pixels[row] = _rgb_pixels(self.open(name), self.size)
@@ -122,6 +125,11 @@ class Folder:
     def entries(self) -> Iterator[str]:
         """Relative paths with forward slashes, those of folders with one at the end."""
         for folder, folders, files in os.walk(self.path, followlinks=True):
+            # A link to a folder around it would show every image again and again.
+            above = {os.path.realpath(path) for path in (folder, *Path(folder).parents)}
+            folders[:] = (
+                name for name in folders if os.path.realpath(Path(folder, name)) not in above
+            )
             relative = Path(folder).relative_to(self.path)
             yield from (f"{(relative / name).as_posix()}/" for name in folders)
             yield from ((relative / name).as_posix() for name in files)
@@ -256,12 +264,26 @@ def _open_file(read: Callable[[str], bytes], wrapper: str, name: str) -> Image.I
     data = read(wrapper + name)
     if not data:
         raise ValueError("empty file")
-    # Pillow decodes a JPEG whose tail is zeros, as broken copies have it, into invented pixels.
-    if data.startswith(b"\xff\xd8") and data.rfind(b"\xff\xd9") < data.rfind(b"\xff\xda"):
-        raise ValueError("the JPEG data has no end")
+    if data.startswith(b"\xff\xd8"):
+        _check_jpeg(data)
     if data.startswith(_PNG):
         _check_png(data)
     return Image.open(BytesIO(data))
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Raises ValueError for data without the mark of its end, whatever follows that.
+
+    Pillow decodes a JPEG whose tail is zeros, as broken copies have it, into invented pixels.
+    """
+    position = 2
+    while mark := _JPEG_MARK.search(data, position):
+        kind, position = mark[0][1], mark.end()
+        if kind == 0xD9:
+            return
+        # A segment, which may hold anything, a small JPEG among it; pixels come after the segment.
+        position += int.from_bytes(data[position : position + 2])
+    raise ValueError("the JPEG data has no end")
 
 
 def _check_png(data: bytes) -> None:

@@ -173,7 +173,10 @@ class Reconstruction(_SplitSums):
     def update(
         self, reconstruction: Float[Tensor, "b c h w"], image: Float[Tensor, "b c h w"]
     ) -> None:
-        """Add one batch. Raises ValueError for another number of channels."""
+        """Add one batch. Raises ValueError for another number of channels or unequal shapes."""
+        if reconstruction.shape != image.shape:
+            shapes = f"{tuple(reconstruction.shape)} and {tuple(image.shape)}"
+            raise ValueError(f"reconstruction and image must have the same shape, got {shapes}")
         b, c, h, w = image.shape
         if c != self.channels:
             raise ValueError(f"expected images of {self.channels} channels, got {c}")

@@ -53,9 +53,10 @@ class ReadoutOutput(NamedTuple):
 class DDCLReadout(nn.Module):
     """Soft centroids of tokens: `DDCLReadout(dim=768, codebook_size=64, heads=4)`.
 
-    One pass, O(n k d). Drops in behind any encoder whose output is (b, n, d). The centroids are
-    soft in training and in evaluation, whatever `hard_forward_after` says. In training mode the
-    first pass starts the prototypes from its tokens, and every pass moves the temperatures.
+    One pass, O(n k d), and in training O(n d²) for the covariance of the tokens. Drops in behind
+    any encoder whose output is (b, n, d). The centroids are soft in training and in evaluation,
+    whatever `hard_forward_after` says. In training mode the first pass starts the prototypes from
+    its tokens, and every pass moves the temperatures.
     """
 
     def __init__(self, **options) -> None:
@@ -101,10 +102,12 @@ class DDCLReadout(nn.Module):
             tokens = torch.where(real, self.norm(x + tokens), 0)
         stacked = rearrange(weights, "h b n k -> b n h k")
         count = reduce(mask, "b n -> b 1", "sum").clamp_min(1)
+        # A sum may not fit into half precision where the mean does.
+        wide = torch.promote_types(tokens.dtype, torch.float32)
         return ReadoutOutput(
             tokens=tokens,
             weights=stacked,
-            summary=tokens.sum(1) / count,
+            summary=(tokens.sum(1, dtype=wide) / count).to(tokens.dtype),
             histogram=stacked.sum(1) / rearrange(count, "b 1 -> b 1 1"),
             loss=torch.stack([head.loss for head in heads]).mean(),
             heads=tuple(heads),

@@ -91,7 +91,7 @@ class EntropyTemperature:
     warm: float = 1.3
     """Perplexity of a token's weights when the hardening begins."""
     end: float = 1.02
-    """Perplexity of a token's weights at the end: 1 is hard."""
+    """Perplexity of a token's weights at the end; it must be above 1, which would be hard."""
     hardening: float = 0.9
     """Fraction of the schedule, in (0, 1), after which the weights become hard."""
     gain: float = 0.25

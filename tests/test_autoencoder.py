@@ -45,6 +45,33 @@ def images(*shape: int, channels: int = 3) -> Tensor:
     return torch.rand(batch, channels, height, width, generator=generator) * 2 - 1
 
 
+def test_a_frozen_model_stays_as_it_is_within_a_model_that_trains(model):
+    x = images(4, 16, 16)
+    model(x)
+    expected = model.eval()(x)
+    outer = nn.Sequential(model.train().freeze(), nn.Conv2d(3, 3, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert [p for p in outer.parameters() if p.requires_grad] == [*outer[1].parameters()]
+    outer.train()
+    assert outer[1].training
+    for scale in (1.0, 0.2, -3.0):
+        moved = (scale * x).requires_grad_()
+        outer[0](moved).reconstruction.sum().backward()
+        assert moved.grad.abs().sum() > 0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(model(x).reconstruction, expected.reconstruction)
+
+
+def test_indices_that_are_no_tuple_of_grids_are_refused(model):
+    model.eval()
+    grid = torch.zeros(2, 8, 8, dtype=torch.int64)
+    for indices, shapes in ((grid, "(2, 8, 8)"), ((grid[0],), "(8, 8)"), ((), "")):
+        with pytest.raises(ValueError, match="tuple of 1 grids b h w") as caught:
+            inspect.unwrap(VQVAE.decode_indices)(model, indices)
+        assert str(caught.value).endswith(f"got {shapes}")
+
+
 @pytest.mark.parametrize(
     "shape", [(2, 32, 32), (2, 33, 47), (2, 4, 4), (3, 1, 1), (1, 1, 1)], ids=str
 )

@@ -94,7 +94,7 @@ def test_any_model_comes_back_bit_for_bit_and_is_not_started_again(
     assert_close(loaded.state_dict(), autoencoder.state_dict(), rtol=0, atol=0)
     with torch.no_grad():
         assert torch.equal(loaded(x).reconstruction, autoencoder.eval()(x).reconstruction)
-    training.prepare(loaded, noise_images(32, seed=3), total_steps=4)
+    training.prepare(loaded, noise_images(32, seed=3), total_steps=10_000)
     assert_close(loaded.state_dict(), autoencoder.state_dict(), rtol=0, atol=0)
 
 
@@ -102,7 +102,7 @@ def test_a_loaded_model_trains_on_and_does_not_start_anew(trained, tmp_path, noi
     save_model(tmp_path, trained)
     loaded = load(tmp_path)
     before = {name: value.clone() for name, value in loaded.state_dict().items()}
-    training.prepare(loaded, noise_images(32, seed=3), total_steps=4)
+    training.prepare(loaded, noise_images(32, seed=3), total_steps=10_000)
     assert_close(loaded.state_dict(), before, rtol=0, atol=0)
 
 

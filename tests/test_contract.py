@@ -339,6 +339,13 @@ def test_usage_and_counts_sum_to_the_number_of_real_tokens(method):
     assert_close(out.usage.sum(), torch.tensor(37.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
+def test_tokens_that_are_no_floats_are_refused(method, dtype):
+    unchecked = inspect.unwrap(method.assign)
+    with pytest.raises(ValueError, match=f"z must be of a floating dtype, got {dtype}"):
+        unchecked(method(dim=DIM, codebook_size=SIZE), torch.ones(5, DIM, dtype=dtype))
+
+
 def test_another_width_is_refused(method):
     codebook = started(method)
     for call in (codebook, codebook.assign, codebook.nearest, codebook.initialize):
@@ -350,6 +357,26 @@ def test_another_width_is_refused(method):
 def test_indices_outside_the_codebook_are_refused(method, outside):
     with pytest.raises(ValueError, match=rf"\[0, {SIZE}\).* got .*{outside}"):
         started(method).indices_to_codes(torch.tensor([0, outside]))
+
+
+@pytest.mark.parametrize("shape", [(256,), (2, 5), (3, 2, 2)])
+def test_indices_of_every_integer_dtype_are_the_same_codes(method, shape):
+    codebook = holding(method, tokens(300, 3))
+    indices = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+    codes = codebook.prototypes[indices]
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32):
+        assert torch.equal(codebook.indices_to_codes(indices.to(dtype)), codes)
+    small = indices % 128
+    assert torch.equal(
+        codebook.indices_to_codes(small.to(torch.int8)), codebook.indices_to_codes(small)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_indices_that_are_no_integers_are_refused(method, dtype):
+    unchecked = inspect.unwrap(method.indices_to_codes)
+    with pytest.raises(ValueError, match=f"indices must be integers, got {dtype}"):
+        unchecked(started(method), torch.ones(3, dtype=dtype))
 
 
 def test_the_index_of_padding_is_a_code_of_zeros(method):
@@ -491,6 +518,31 @@ def test_loading_gives_equal_outputs_and_no_second_start(method):
     expected, got = trained(codebook, z), trained(loaded, z)
     assert_close(got[0]._asdict(), expected[0]._asdict(), rtol=0, atol=0)
     assert_close(got[1:], expected[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["averaged", "assigned", "replaced"])
+def test_weights_that_come_in_another_way_are_not_started_again(method, way):
+    z = tokens(64, DIM)
+    source = started(method, scale=3)
+    if way == "averaged":  # a copy that torch made before the start, and fills itself
+        averaged = torch.optim.swa_utils.AveragedModel(method(dim=DIM, codebook_size=SIZE))
+        averaged.update_parameters(source)
+        codebook = averaged.module
+    elif way == "assigned":
+        with torch.device("meta"):
+            codebook = method(dim=DIM, codebook_size=SIZE)
+        codebook.load_state_dict(source.state_dict(), assign=True)
+    else:  # as transformers' from_pretrained puts tensors in the place of the module's own
+        codebook = method(dim=DIM, codebook_size=SIZE)
+        for name, value in source.state_dict().items():
+            if name in codebook._parameters:
+                codebook._parameters[name] = torch.nn.Parameter(value.clone())
+            else:
+                codebook._buffers[name] = value.clone()
+    before = source.prototypes.clone()
+    codebook.train()(z)
+    # The moving averages of EMA move a code by a little; a new start would by more than 1.
+    assert (codebook.prototypes - before).abs().max() < 0.5
 
 
 def test_the_first_training_pass_starts_the_codebook_and_no_later_one_does(method):

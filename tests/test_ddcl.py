@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from eval.benchmark import extra_peak_bytes
+from softvq import ddcl
 from softvq.ddcl import (
     SoftAssignment,
     competitive_loss,
@@ -509,6 +510,19 @@ def test_a_chain_is_one_group_as_soon_as_its_links_hold():
     assert distinct_codes(chain, 1.0 - 1e-9) == 100
     cut = torch.cat([chain, chain + 1000])
     assert distinct_codes(cut, torch.tensor(1.01)) == 2
+
+
+def test_long_chains_take_few_rounds(monkeypatch):
+    rounds, original = [], ddcl._pair_distances
+    monkeypatch.setattr(ddcl, "_pair_distances", lambda p: (rounds.append(1), original(p))[1])
+    torch.manual_seed(0)
+    even = torch.arange(4096, dtype=F64)
+    for p in (draw(4096, 1)[:, 0], even, even[torch.randperm(4096)], torch.rand(4096, dtype=F64)):
+        gaps = p.sort().values.diff()
+        tolerance = gaps.median() * 1.001
+        rounds.clear()
+        assert distinct_codes(p[:, None], tolerance) == (gaps > tolerance).sum() + 1
+        assert len(rounds) <= 16
 
 
 def test_codes_that_are_not_finite_are_groups_of_their_own():

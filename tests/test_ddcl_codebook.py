@@ -423,3 +423,22 @@ def test_gradients_of_two_passes_are_right_though_a_code_was_revived_between_the
             fresh.prototypes.copy_(prototypes)
         expected += torch.autograd.grad(fresh.assign(z).loss, fresh.prototypes)[0]
     assert_close(codebook.prototypes.grad, expected)
+
+
+def test_the_length_of_the_schedule_is_part_of_the_state():
+    z = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    codebook = DDCLCodebook(dim=4, codebook_size=8, hard_forward_after=0.5)
+    codebook.schedule_steps = 20
+    for _ in range(20):
+        codebook(z)
+    other = DDCLCodebook(dim=4, codebook_size=8, hard_forward_after=0.5)
+    other.load_state_dict(codebook.state_dict())
+    assert (other.schedule_steps, other.progress) == (20, 1)
+    for _ in range(10):
+        for one, two in zip(codebook(z), other(z), strict=True):
+            assert torch.equal(one, two)
+    assert torch.equal(codebook.temperature, other.temperature)
+    for steps in (0, -1):
+        with pytest.raises(ValueError, match=f"schedule_steps must be at least 1, got {steps}"):
+            codebook.schedule_steps = steps
+    assert codebook.schedule_steps == 20

@@ -203,10 +203,12 @@ def test_an_animation_gives_its_first_frame(decoded):
 
 
 def test_a_picture_of_absurd_size_is_refused_by_name(decoded, monkeypatch):
-    for limit in (200, 100):  # Pillow only warns up to twice its limit, and raises above
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(ValueError, match=r"train/a\.png .*decompression bomb"):
-            decoded("a.png", encode(noise(1)))
+    # Pillow only warns up to twice its limit, of pictures of large cameras too, and raises above.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
+    assert decoded("a.png", encode(noise(1))).shape == (16, 16, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"train/a\.png .*decompression bomb"):
+        decoded("a.png", encode(noise(1)))
 
 
 def test_images_of_the_right_size_are_untouched(decoded):
@@ -310,7 +312,15 @@ def test_a_jpeg_with_a_thumbnail_and_bytes_after_its_end_is_whole(decoded):
     exif = Image.Exif()
     exif[0x9286] = encode(noise(2), "JPEG")
     content = encode(noise(1), "JPEG", exif=exif)
-    assert decoded("a.jpg", content + b"more").shape == (16, 16, 3)
+    for more in (b"more", b"\xff\xda more", b"\xff\xd8\xff\xda" + bytes(99), b"\xff" * 9):
+        assert decoded("a.jpg", content + more).shape == (16, 16, 3)
+    noisy = np.random.default_rng(0).bytes(200_000)  # a film, as behind the pictures of telephones
+    for options in ({}, {"progressive": True}, {"restart_marker_blocks": 1}):
+        picture = encode(noise(1), "JPEG", **options)
+        assert decoded("a.jpg", picture + noisy).shape == (16, 16, 3)
+        for cut in range(2, len(picture) - 2, 37):
+            with pytest.raises(ValueError, match=r"a\.jpg"):
+                decoded("a.jpg", picture[:cut] + bytes(100))
     with pytest.raises(ValueError, match="no end"):
         decoded("a.jpg", content[:-100] + bytes(100))
 
@@ -389,6 +399,17 @@ def test_splits_are_disjoint_and_a_new_file_moves_at_most_one(tmp_path, store, n
         assert len((new_test - test) & train) <= 1
         train, test = as_set(load(tmp_path)), new_test
     assert (len(train), len(test)) == (54, 6)
+
+
+def test_a_link_to_a_folder_around_it_shows_no_image_twice(tmp_path, store, noise_pngs):
+    store(tmp_path / "set", {**noise_pngs(10, "a/"), **noise_pngs(10, "b/", size=18)})
+    store(tmp_path / "more", noise_pngs(5, "", size=20))
+    (tmp_path / "set" / "loop").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "a" / "up").symlink_to("..")
+    (tmp_path / "set" / "c").symlink_to(tmp_path / "more")
+    names = [open_pictures(tmp_path / "set", split).names for split in ("train", "test")]
+    assert sorted(map(len, names)) == [2, 23]
+    assert {name.split("/")[0] for part in names for name in part} == {"a", "b", "c"}
 
 
 def test_hidden_files_and_other_kinds_are_ignored(tmp_path, store, noise_pngs):

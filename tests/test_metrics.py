@@ -1,6 +1,7 @@
 """The metrics: exact over a split whatever its batches and ranks, and the published LPIPS."""
 
 import copy
+import inspect
 import math
 import os
 import pickle
@@ -343,3 +344,10 @@ def test_torchvisions_cache_is_used_and_random_numbers_are_left_alone(tmp_path, 
     assert_close(dict(network.net.named_parameters())["slice2.3.bias"], state["features.3.bias"])
     assert not any(p.requires_grad for p in network.parameters())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 32, 32), (1, 3, 32, 32), (2, 3, 1, 32)])
+def test_a_reconstruction_of_another_shape_is_refused(shape):
+    unchecked = inspect.unwrap(Reconstruction.update)
+    with pytest.raises(ValueError, match="must have the same shape"):
+        unchecked(Reconstruction(with_ssim=False), torch.zeros(shape), torch.zeros(2, 3, 32, 32))

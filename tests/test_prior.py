@@ -39,6 +39,18 @@ def codes(count: int, config: CodePriorConfig = SMALL, seed: int = 0):
     )
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_sampling_leaves_the_prior_in_its_mode(training):
+    prior = CodePrior(SMALL).train(training)
+    labels = torch.tensor([0, 1])
+    drawn = [sample(prior, 2, GREEDY, labels) for _ in range(2)]
+    assert prior.training == training
+    assert all(map(torch.equal, *drawn))  # without dropout
+    with pytest.raises(ValueError, match="labels"):
+        sample(prior, 2, GREEDY, labels + 5)
+    assert prior.training == training
+
+
 def flat_logits(prior, indices, labels=None):
     """One list entry a position, in the order of the sequence."""
     return [logits for level in prior(indices, labels) for logits in level.flatten(1, 2).unbind(1)]

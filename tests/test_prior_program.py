@@ -286,13 +286,20 @@ def test_codes_of_another_tokenizer_are_refused_with_both_values(tokenizer_run, 
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert f"tokenizer.digest is '{digests[0]}' there and '{digests[1]}' here" in err
-    for name in (checkpoint.MODEL, checkpoint.STATE, checkpoint.METRICS):
-        (tmp_path / "prior" / name).unlink()
-    status, out, err = run_prior(capsys, other, "--out", tmp_path / "prior", *SMALL, *RECIPE)
-    assert (status, out) == (2, "")
-    assert (
-        f"is of another tokenizer: the weights with SHA-256 {digests[0]}, not {digests[1]}" in err
-    )
+    with pytest.raises(ValueError, match=f"SHA-256 {digests[0]}, not {digests[1]}"):
+        read_codes(
+            tmp_path / "prior" / "codes-test.safetensors",
+            read_tokenizer(str(other), checkpoint.load(other), (3, 16, 16)),
+        )
+
+
+def test_codes_of_a_start_that_failed_are_made_anew(tokenizer_run, tmp_path, capsys):
+    given = ("--out", tmp_path, *SMALL, *RECIPE)
+    status, _, err = run_prior(capsys, tokenizer_run, *given, "--train.lr", "1e30")
+    assert status == 1
+    assert "no state was saved" in err
+    report = trained(capsys, tokenizer_run, tmp_path, "--no-class-conditional")
+    assert report["classes"] == []
 
 
 def test_codes_of_another_grid_or_size_are_refused_with_both_values(tokenizer_run, tmp_path):

@@ -440,6 +440,19 @@ def test_weights_and_state_come_back_from_a_state_dict():
 
 
 # In a process of its own, where no import hook wraps the functions to trace.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_summary_is_a_mean_where_the_sum_does_not_fit_into_half_precision(dtype):
+    torch.manual_seed(0)
+    readout, x = DDCLReadout(dim=4, codebook_size=2), 200 + torch.randn(2, 900, 4)
+    mask = torch.arange(900) < torch.tensor([[900], [400]])
+    readout(x)
+    readout.eval()
+    expected = readout(x, mask).summary
+    found = readout(x.to(dtype), mask).summary
+    assert found.dtype == dtype
+    assert_close(found.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 COMPILED = """
 import torch
 from torch.testing import assert_close

@@ -147,7 +147,8 @@ def _codes(
     tokenizer: Tokenizer,
 ) -> CodeSet:
     """The codes of a split, from their file if there is one."""
-    if not path.exists():
+    # Codes of a start from which nothing came may be those of other flags.
+    if not (path.exists() and checkpoint.holds_work(path.parent)):
         write_codes(path, extract(model, images, classes, tokenizer))
     codes = read_codes(path, tokenizer)
     if len(codes) != len(images) or codes.classes != classes:

@@ -73,7 +73,24 @@ def sample(
     same codes with the cache and without it, up to ties within rounding. `progress` is called
     after every position. Raises ValueError for labels and codes that the prior was not made for.
     """
-    prior.eval()
+    training = prior.training
+    try:
+        return _drawn(prior.eval(), count, config, labels, given, generator, cached, progress)
+    finally:
+        prior.train(training)
+
+
+def _drawn(
+    prior: CodePrior,
+    count: int,
+    config: SamplingConfig,
+    labels: Tensor | None,
+    given: Grids | None,
+    generator: torch.Generator | None,
+    cached: bool,
+    progress: Callable[[], object],
+) -> Grids:
+    """What `sample` returns, of a prior in evaluation mode."""
     tokens = prior.begin(count, labels)
     kept = None if given is None else _kept(prior, given, count)
     cache = prior.start_cache(count) if cached else None

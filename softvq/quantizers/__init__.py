@@ -57,7 +57,7 @@ def codebooks(model: nn.Module) -> list[Codebook]:
 
 
 def param_groups(model: nn.Module, lr: float, eps: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: all but prototypes at `lr`, prototypes at `lr / eps`.
+    """Parameter groups for an optimizer: those of codebooks at `lr / eps`, all others at `lr`.
 
     Raises ValueError for an lr that is not positive or an eps outside (0, 1].
     """

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from softvq import ddcl, distributed
@@ -117,7 +117,11 @@ class Codebook(nn.Module, ABC):
         self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None
     ) -> None:
         """`initialize`, if this is a training pass and the codebook has not been started yet."""
-        if not self._initialized and self.updates:
+        if self._initialized or not self.updates:
+            return
+        # Not every way to load weights tells the module: some put tensors in the place of its own.
+        self._initialized = bool(self.initialized)
+        if not self._initialized:
             self.initialize(z, mask)
 
     @property
@@ -137,8 +141,14 @@ class Codebook(nn.Module, ABC):
         assignment = self.assign(z, mask)
         return Quantized(assignment.quantized, assignment.indices, assignment.loss)
 
-    def indices_to_codes(self, indices: Int[Tensor, "*n"]) -> Float[Tensor, "*n d"]:
-        """The codes of `indices`, zeros for -1. Raises ValueError for others outside [0, k)."""
+    def indices_to_codes(self, indices: Integer[Tensor, "*n"]) -> Float[Tensor, "*n d"]:
+        """The codes of `indices`, zeros for -1, whatever the integer dtype.
+
+        Raises ValueError for others outside [0, k), and for what is no integer.
+        """
+        if indices.dtype.is_floating_point or indices.dtype == torch.bool:
+            raise ValueError(f"indices must be integers, got {indices.dtype}")
+        indices = indices.long()
         if not (indices.is_cuda or torch.compiler.is_compiling()) and indices.numel():
             low, high = indices.min().item(), indices.max().item()
             if low < -1 or high >= self.codebook_size:
@@ -185,6 +195,8 @@ class Codebook(nn.Module, ABC):
             raise ValueError(
                 f"z must be channels last with width {self.dim}, got shape {tuple(z.shape)}"
             )
+        if not z.dtype.is_floating_point:
+            raise ValueError(f"z must be of a floating dtype, got {z.dtype}")
         ddcl.check_mask(z, mask)
         if mask is not None:
             z = torch.where(rearrange(mask, "... -> ... 1"), z, 0)

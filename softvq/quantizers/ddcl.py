@@ -62,7 +62,8 @@ class DDCLConfig(CodebookConfig):
     init: Start = "data"
     """Start from k-means++ seeds of the first tokens, or from U(-1/k, 1/k)."""
     schedule_steps: int = 10_000
-    """Training forward passes that temperature and hard forward are scheduled over."""
+    """Training forward passes that temperature and hard forward are scheduled over; the module's
+    attribute of that name changes it, and is part of its state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +96,7 @@ class DDCLCodebook(Codebook):
     temperature: Tensor
     critical: Tensor
     step: Tensor
+    length: Tensor
     covariance: Tensor
     direction: Tensor
     share: Tensor
@@ -109,7 +111,7 @@ class DDCLCodebook(Codebook):
         self.register_buffer("covariance", torch.zeros(d, d))
         self.register_buffer("direction", torch.full((d,), d**-0.5))
         self.register_buffer("share", torch.full((k,), 1 / k))
-        self.schedule_steps = self.config.schedule_steps
+        self.register_buffer("length", torch.tensor(self.config.schedule_steps))
         self._calls = 0
         self._warned = False
 
@@ -167,7 +169,18 @@ class DDCLCodebook(Codebook):
     @property
     def progress(self) -> Float[Tensor, ""]:
         """Fraction of the schedule that is done, in [0, 1]."""
-        return (self.step / self.schedule_steps).clamp_max(1)
+        return (self.step / self.length).clamp_max(1)
+
+    @property
+    def schedule_steps(self) -> int:
+        """Training forward passes that the schedule is long. Setting it raises ValueError for 0."""
+        return int(self.length)
+
+    @schedule_steps.setter
+    def schedule_steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"schedule_steps must be at least 1, got {steps}")
+        self.length.fill_(steps)
 
     @torch.no_grad()
     def initialize(self, z: Float[Tensor, "*n d"], mask: Bool[Tensor, "*n"] | None = None) -> None:
