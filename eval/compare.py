@@ -161,8 +161,13 @@ def _cell(value: dict[str, Any] | None, unit: str, missing: str) -> str:
     if value["mean"] is None:
         return missing
     scale = 100 if unit == "%" else 1
-    spread = "" if value["sd"] is None else f" ± {scale * value['sd']:.2g}"
-    return f"{scale * value['mean']:.4g}{spread}"
+    spread = "" if value["sd"] is None else f" ± {_digits(scale * value['sd'], 2)}"
+    return f"{_digits(scale * value['mean'], 4)}{spread}"
+
+
+def _digits(value: float, count: int) -> str:
+    """At least that many significant digits, and never an exponent for a large number."""
+    return f"{value:.0f}" if value >= 10**count else f"{value:.{count}g}"
 
 
 def compare(study: Study, flags: Sequence[str]) -> dict[str, Any]:

@@ -60,7 +60,10 @@ class CodebookUsage(_SplitSums):
         self.usage += usage
 
     def compute(self) -> dict[str, Tensor]:
-        """The figures of the class docstring, over everything seen since the last reset."""
+        """The figures of the class docstring, over everything seen since the last reset.
+
+        Raises ArithmeticError where weights were nan.
+        """
         tokens = self.counts.sum()
         if tokens == 0:
             raise ValueError("no tokens seen: the split is empty or wholly masked")

@@ -93,7 +93,7 @@ def test_indices_decode_to_the_evaluated_forward_pass_bit_for_bit(model, dtype):
 def test_one_grid_for_two_levels_is_refused():
     model = small()
     top, _ = (level.indices for level in model(images(2, 16, 16)).assignments)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match=r"2 grids b h w, got \(2, 2, 2\)"):
         model.decode_indices((top,))
 
 

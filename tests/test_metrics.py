@@ -108,11 +108,17 @@ def test_usage_of_no_tokens_is_refused():
         usage.compute()
 
 
-@pytest.mark.parametrize("weights", [[0.5, 0.5], [float("nan"), 8.0]])
-def test_usage_that_is_no_sum_over_the_tokens_is_refused(weights):
+@pytest.mark.parametrize(
+    ("weights", "kind", "message"),
+    [
+        ([0.5, 0.5], ValueError, "over 8 tokens"),
+        ([float("nan"), 8.0], ArithmeticError, "the usage is nan"),
+    ],
+)
+def test_usage_that_is_no_sum_over_the_tokens_is_refused(weights, kind, message):
     usage = CodebookUsage(2)
     usage.update(torch.tensor([4, 4]), torch.tensor(weights))
-    with pytest.raises(ValueError, match="over 8 tokens"):
+    with pytest.raises(kind, match=message):
         usage.compute()
 
 

@@ -225,9 +225,10 @@ def test_prepare_starts_from_the_data_once(tiny_config, noise_images, naive_late
     before = snapshot(model)
     training.prepare(model, images, total_steps=99)
     assert len(seen) == 1
-    assert_same(before, snapshot(model))
     if isinstance(model.quantizer, DDCLCodebook):
         assert model.quantizer.schedule_steps == 99
+        model.quantizer.schedule_steps = 30
+    assert_same(before, snapshot(model))
 
 
 def test_prepare_gives_running_statistics_that_are_plain_means(noise_images, monkeypatch):
