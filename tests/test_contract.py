@@ -648,6 +648,28 @@ def test_a_method_registered_twice_stays_and_a_name_that_is_taken_is_refused(reg
     assert registry == before
 
 
+def test_a_class_that_is_defined_anew_takes_its_own_place(registry):
+    def cell() -> type[Codebook]:
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class MineConfig(EMAConfig):
+            """Options of `Mine`."""
+
+        class Mine(EMAVQ):
+            """A method of a notebook."""
+
+            config_class = MineConfig
+
+        register("mine", Mine)
+        return Mine
+
+    first, second = cell(), cell()
+    assert first is not second
+    assert registry["mine"] is second
+    assert type(build(second.config_class(dim=2, codebook_size=3))) is second
+    with pytest.raises(ValueError, match="a MineConfig already builds Mine"):
+        register("another", first)
+
+
 def test_the_methods_of_softvq_are_all_tested_here():
     assert {DDCLCodebook, StraightThroughVQ, EMAVQ} <= set(METHODS.values())
 

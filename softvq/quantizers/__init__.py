@@ -29,11 +29,13 @@ def register(name: str, method: type[Codebook]) -> None:
     `method` is a `Codebook` with a `config_class` of its own: a frozen dataclass that derives from
     `CodebookConfig`, with fields that JSON can hold (numbers, text, `Literal`, `tuple[int, ...]`).
     Import the module that registers it before a run folder is loaded, because `config.json` holds
-    nothing but the name of the config class. Raises ValueError when `name`, or the name of the
-    config class, is taken by another method.
+    nothing but the name of the config class. A class that is defined anew, as in a notebook cell
+    that is run again, takes the place of its former self. Raises ValueError when `name`, or the
+    name of the config class, is taken by another method.
     """
     for known, other in REGISTRY.items():
-        if other is method:
+        same = (other.__module__, other.__qualname__) == (method.__module__, method.__qualname__)
+        if other is method or (same and known == name):
             continue
         if known == name:
             raise ValueError(f"the name {name!r} is taken by {other.__name__}")
