@@ -108,18 +108,18 @@ def write_config(run: str | os.PathLike, **sections: Any) -> None:
 
 
 def check_config(run: str | os.PathLike, **sections: Any) -> None:
-    """Raises ValueError if the folder holds work of another kind or another configuration.
+    """Raises ValueError if the folder holds a run of another kind, or work of another configuration.
 
     Names the first setting that differs, with both values.
     """
-    if not holds_work(run):
+    if not (Path(run) / CONFIG).exists():
         return
     there, here = read_config(run), _content(sections)
     if there.keys() != here.keys():
         kinds = (", ".join(key for key in part if key != "format") for part in (there, here))
         raise ValueError(f"{run} holds a run of another kind: {next(kinds)}; not {next(kinds)}")
     difference = _first_difference(there, here)
-    if difference:
+    if difference and holds_work(run):
         raise ValueError(f"{run} holds a run with another configuration: {difference}")
 
 

@@ -273,6 +273,8 @@ def test_a_configuration_without_work_gives_way_to_another(tmp_path):
     assert checkpoint.read_config(tmp_path)["model"]["hidden"] == 6
     checkpoint.write_config(tmp_path, model=other)
     assert checkpoint.read_config(tmp_path)["model"]["hidden"] == 8
+    with pytest.raises(ValueError, match="holds a run of another kind: model; not prior"):
+        checkpoint.write_config(tmp_path, prior=SMALL)
     for name in (checkpoint.STATE, checkpoint.METRICS, checkpoint.MODEL):
         (tmp_path / name).touch()
         with pytest.raises(ValueError, match="hidden is 8 there and 6 here"):
