@@ -108,7 +108,7 @@ def write_config(run: str | os.PathLike, **sections: Any) -> None:
 
 
 def check_config(run: str | os.PathLike, **sections: Any) -> None:
-    """Raises ValueError if the folder holds a run of another kind, or work of another configuration.
+    """Raises ValueError for a folder with a run of another kind, or work of another configuration.
 
     Names the first setting that differs, with both values.
     """
