@@ -126,8 +126,7 @@ def train(name: str, run: Run) -> dict[str, Any]:
     """
     out, device = Path(run.out), find_device(run.device)
     sections = dict(model=run.model, data=run.data, train=run.train)
-    if (out / checkpoint.CONFIG).exists():
-        checkpoint.check_config(out, **sections)
+    checkpoint.check_config(out, **sections)
     perceptual = load_perceptual(run.lpips_weights)
     finished = (out / checkpoint.REPORT).exists()
     if finished:

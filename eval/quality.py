@@ -19,7 +19,7 @@ from eval.classifier import Classifier, load_classifier, predictions
 from eval.distances import frechet_distance, kernel_distance
 from eval.experiment import summarize
 from eval.feature_networks import FeatureNetwork, features, load_feature_network
-from eval.report import check_out_file, run_measurement
+from eval.report import check_each_once, check_out_file, run_measurement
 from eval.sample import DrawConfig, Generative, class_labels, draw, load_generative
 from softvq.autoencoder import Autoencoder, crop
 from softvq.checkpoint import REPORT, read_json
@@ -61,8 +61,7 @@ class QualityConfig(DrawConfig):
         super().__post_init__()
         if self.num != 0 and self.num < 2:
             raise ValueError(f"num must be at least 2, or 0 for all, got {self.num}")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be given, each once, got {self.seeds}")
+        check_each_once(self, "seeds")
         if not all(0 <= seed < 2**63 for seed in self.seeds):
             raise ValueError(f"seeds must lie in [0, 2**63), got {self.seeds}")
         if self.resize < ALEXNET_SIDE:

@@ -40,8 +40,7 @@ class ReportConfig:
     """Folder for the JSON object and the figure; made if it does not exist."""
 
     def __post_init__(self) -> None:
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds must be given, each once, got {self.seeds}")
+        check_each_once(self, "seeds")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ValueError(f"seeds must lie in [0, 2**32), got {self.seeds}")
         for name in ("threads", "processes"):
@@ -71,6 +70,14 @@ Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ReportConfig)
 Measured = TypeVar("Measured", bound=MeasurementConfig)
 Experiment = Callable[[Config], tuple[dict[str, Any], Sequence[figures.Panel]]]
+
+
+def check_each_once(config: object, *names: str) -> None:
+    """Raises ValueError for the first named option that is empty or has an entry twice."""
+    for name in names:
+        values = getattr(config, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must be given, each once, got {values}")
 
 
 def check_positive(config: ReportConfig, *names: str) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from eval.experiment import SplitCheck, summarize
 from eval.joint import APART, CLUSTERS, OPEN, Case, Joint, Member, Task
-from eval.report import ReportConfig, check_positive, map_cases, run_experiment
+from eval.report import ReportConfig, check_each_once, check_positive, map_cases, run_experiment
 from softvq.ddcl import Gradient
 from softvq.figures import Panel
 
@@ -49,10 +49,7 @@ class StabilityConfig(ReportConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "eps", "commitments", "clock", "short_steps", "lr", "temperature")
-        for name in ("eps", "commitments", "tasks"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} must be given, each once, got {values}")
+        check_each_once(self, "eps", "commitments", "tasks")
         if self.tokens < 2 * CLUSTERS:
             raise ValueError(f"tokens must be at least {2 * CLUSTERS}, got {self.tokens}")
 

@@ -439,7 +439,6 @@ def test_weights_and_state_come_back_from_a_state_dict():
     assert torch.equal(layer(x).weights, other(x).weights)
 
 
-# In a process of its own, where no import hook wraps the functions to trace.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_summary_is_a_mean_where_the_sum_does_not_fit_into_half_precision(dtype):
     torch.manual_seed(0)
@@ -453,6 +452,7 @@ def test_the_summary_is_a_mean_where_the_sum_does_not_fit_into_half_precision(dt
     assert_close(found.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
+# In a process of its own, where no import hook wraps the functions to trace.
 COMPILED = """
 import torch
 from torch.testing import assert_close
