@@ -34,6 +34,7 @@ PROTOTYPES, CENTER = "prototypes.json", "center.safetensors"
 # Tokens shown for a prototype, and words on each side of one
 _SHOWN = 8
 _CONTEXT = 4
+_SHOWN_OF_EACH = {"distance", "before", "token", "after"}
 # Training documents that are searched for them
 _SEARCHED = 1000
 
@@ -83,20 +84,29 @@ def save_readout(folder: Path, layer: DDCLReadout, corpus: Corpus, train: TokenF
 def load_readout(folder: str) -> SavedReadout:
     """Raises ValueError for a folder that `eval.text --out` did not write, or a damaged one."""
     config = read_config(folder)
-    try:
-        encoder = EncoderConfig(**{k: v for k, v in config["encoder"].items() if k != "type"})
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder} holds no text readout; eval.text --out writes one") from None
-    layer = DDCLReadout.from_config(decode_config(config.get("readout"), DDCLReadoutConfig))
+    if not {"readout", "encoder"} <= config.keys():
+        raise ValueError(f"{folder} holds no text readout; eval.text --out writes one")
+    encoder = decode_config(config["encoder"], EncoderConfig)
+    layer = DDCLReadout.from_config(decode_config(config["readout"], DDCLReadoutConfig))
     load_weights(layer, Path(folder) / MODEL)
     tensors, _ = read_tensors(Path(folder) / CENTER)
     prototypes = read_json(Path(folder) / PROTOTYPES)
     center = tensors.get("center")
     if center is None or center.shape != (layer.config.dim,):
         raise ValueError(f"{Path(folder) / CENTER} does not fit the readout")
-    if not isinstance(prototypes, list) or len(prototypes) != layer.config.codebook_size:
+    if not _are_tokens(prototypes, layer.config.codebook_size):
         raise ValueError(f"{Path(folder) / PROTOTYPES} does not fit the readout")
     return SavedReadout(layer.eval(), center, encoder, prototypes)
+
+
+def _are_tokens(content: Any, count: int) -> bool:
+    """Whether `content` has the form that `nearest_tokens` gives for `count` prototypes."""
+    lists = isinstance(content, list) and len(content) == count
+    return lists and all(
+        isinstance(near, list)
+        and all(isinstance(token, dict) and token.keys() == _SHOWN_OF_EACH for token in near)
+        for near in content
+    )
 
 
 @torch.no_grad()

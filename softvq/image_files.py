@@ -144,18 +144,26 @@ class Zip:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._archives: dict[int, zipfile.ZipFile] = {}
+        self._names: dict[str, str] = {}
 
     def __reduce__(self) -> tuple:
         return Zip, (self.path,)  # an open archive cannot be sent to another process
 
     def entries(self) -> Iterator[str]:
         try:
-            yield from dict.fromkeys(self._archive().namelist())
+            yield from self._stored_names()
         except zipfile.BadZipFile as error:
             raise ValueError(f"{self.path} is a damaged zip: {error}") from error
 
     def read(self, entry: str) -> bytes:
-        return self._archive().read(entry)
+        return self._archive().read(self._stored_names()[entry])
+
+    def _stored_names(self) -> dict[str, str]:
+        """The names in the archive by path: some writers begin them with ./, or write \\ for /."""
+        if not self._names:
+            names = self._archive().namelist()
+            self._names = {name.replace("\\", "/").removeprefix("./"): name for name in names}
+        return self._names
 
     def _archive(self) -> zipfile.ZipFile:
         # One per process: a file opened before a fork shares its position with the child.

@@ -125,6 +125,31 @@ def test_a_pickle_in_place_of_a_readout_is_refused_and_not_executed(
     assert not trace.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda c: c["encoder"].pop("name"), "EncoderConfig does not have the same"),
+        ("config.json", lambda c: c["encoder"].update(max_tokens="8"), "max_tokens cannot be '8'"),
+        ("config.json", lambda c: c.update(encoder=[]), r"expected a EncoderConfig, got \[\]"),
+        ("config.json", lambda c: c.update(readout=None), "expected a DDCLReadoutConfig, got None"),
+        ("config.json", lambda c: c.pop("readout"), "holds no text readout"),
+        ("prototypes.json", lambda p: p.pop(), "does not fit the readout"),
+        ("prototypes.json", lambda p: p.append(p.pop() and 3), "does not fit the readout"),
+        ("prototypes.json", lambda p: p[0].append("red"), "does not fit the readout"),
+        ("prototypes.json", lambda p: p[-1].append({"token": "red"}), "does not fit the readout"),
+    ],
+)
+def test_a_damaged_readout_is_one_line(readout, tmp_path, capsys, name, change, message):
+    shutil.copytree(readout, tmp_path / "run")
+    content = json.loads((tmp_path / "run" / name).read_text())
+    change(content)
+    (tmp_path / "run" / name).write_text(json.dumps(content))
+    capsys.readouterr()
+    assert explain.main([str(tmp_path / "run"), "--text", "red"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
 def test_hostile_text_is_escaped(readout, tmp_path, capsys):
     html = tmp_path / "page.html"
     document = tmp_path / "document.txt"

@@ -340,6 +340,20 @@ def test_a_folder_and_its_zip_give_the_same_splits(tmp_path, store, noise_pngs):
         assert torch.equal(load(wrapped, split), expected)
 
 
+@pytest.mark.parametrize(
+    "written", [lambda name: f"./{name}", lambda name: name.replace("/", "\\")], ids=["./", "\\"]
+)
+def test_a_zip_with_names_as_some_writers_have_them_is_that_with_plain_ones(
+    tmp_path, store, noise_pngs, written
+):
+    files = {**noise_pngs(3, "set/train/a/"), **noise_pngs(2, "set/test/b/", size=18)}
+    plain = store(tmp_path / "plain.zip", files)
+    odd = store(tmp_path / "odd.zip", {written(name): content for name, content in files.items()})
+    for split in ("train", "test"):
+        assert torch.equal(load(odd, split), load(plain, split))
+        assert "split by its folders" in open_pictures(odd, split).origin
+
+
 def test_own_folders_are_the_split_at_the_top_and_inside_a_wrapper(tmp_path, store, noise_pngs):
     files = {
         **noise_pngs(3, "train/a/"),

@@ -4,7 +4,8 @@ The transformer and its cache are in `softvq.prior.transformer`; images are deco
 by the tokenizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -73,45 +74,37 @@ def sample(
     same codes with the cache and without it, up to ties within rounding. `progress` is called
     after every position. Raises ValueError for labels and codes that the prior was not made for.
     """
+    with _evaluating(prior):
+        tokens = prior.begin(count, labels)
+        kept = None if given is None else _kept(prior, given, count)
+        cache = prior.start_cache(count) if cached else None
+        position = 0
+        for level, length in enumerate(prior.config.lengths):
+            for _ in range(length):
+                logits = prior.next_logits(
+                    tokens if cache is None or not cache.done else tokens[:, -1:], cache
+                )
+                drawn = (
+                    torch.multinomial(probabilities(logits.float(), config), 1, generator=generator)
+                    + prior.offsets[level]
+                )
+                if kept is not None:
+                    old = kept[:, position : position + 1]
+                    drawn = torch.where(old < 0, drawn, old)
+                tokens = torch.cat([tokens, drawn], 1)
+                position += 1
+                progress()
+    return prior.unflatten(tokens[:, 1:])
+
+
+@contextmanager
+def _evaluating(prior: CodePrior) -> Iterator[None]:
     training = prior.training
+    prior.eval()
     try:
-        return _drawn(prior.eval(), count, config, labels, given, generator, cached, progress)
+        yield
     finally:
         prior.train(training)
-
-
-def _drawn(
-    prior: CodePrior,
-    count: int,
-    config: SamplingConfig,
-    labels: Tensor | None,
-    given: Grids | None,
-    generator: torch.Generator | None,
-    cached: bool,
-    progress: Callable[[], object],
-) -> Grids:
-    """What `sample` returns, of a prior in evaluation mode."""
-    tokens = prior.begin(count, labels)
-    kept = None if given is None else _kept(prior, given, count)
-    cache = prior.start_cache(count) if cached else None
-    ends = prior.config.lengths
-    position = 0
-    for level, length in enumerate(ends):
-        for _ in range(length):
-            logits = prior.next_logits(
-                tokens if cache is None or not cache.done else tokens[:, -1:], cache
-            )
-            drawn = (
-                torch.multinomial(probabilities(logits.float(), config), 1, generator=generator)
-                + prior.offsets[level]
-            )
-            if kept is not None:
-                old = kept[:, position : position + 1]
-                drawn = torch.where(old < 0, drawn, old)
-            tokens = torch.cat([tokens, drawn], 1)
-            position += 1
-            progress()
-    return prior.unflatten(tokens[:, 1:])
 
 
 def _kept(prior: CodePrior, given: Grids, count: int) -> Int[Tensor, "b n"]:
