@@ -16,6 +16,7 @@ import sys
 import pytest
 import torch
 from einops import rearrange
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 
 from softvq import checkpoint
@@ -525,7 +526,7 @@ def test_weights_that_come_in_another_way_are_not_started_again(method, way):
     z = tokens(64, DIM)
     source = started(method, scale=3)
     if way == "averaged":  # a copy that torch made before the start, and fills itself
-        averaged = torch.optim.swa_utils.AveragedModel(method(dim=DIM, codebook_size=SIZE))
+        averaged = AveragedModel(method(dim=DIM, codebook_size=SIZE))
         averaged.update_parameters(source)
         codebook = averaged.module
     elif way == "assigned":
@@ -543,6 +544,20 @@ def test_weights_that_come_in_another_way_are_not_started_again(method, way):
     codebook.train()(z)
     # The moving averages of EMA move a code by a little; a new start would by more than 1.
     assert (codebook.prototypes - before).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("average", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}])
+def test_an_average_of_models_holds_the_mean_of_their_codes(method, average):
+    codebook = started(method)
+    averaged = AveragedModel(codebook, use_buffers=True, **average)
+    first = codebook.prototypes.clone()
+    averaged.update_parameters(codebook)
+    with torch.no_grad():
+        codebook.prototypes.add_(2)
+    averaged.update_parameters(codebook)
+    torch.testing.assert_close(averaged.module.prototypes, first + 1)
+    assert averaged.module.initialized
+    assert averaged.eval()(first + 1).indices.tolist() == list(range(SIZE))
 
 
 def test_the_first_training_pass_starts_the_codebook_and_no_later_one_does(method):

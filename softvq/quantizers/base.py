@@ -90,7 +90,8 @@ class Codebook(nn.Module, ABC):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.config = self.config_class(**options)
-        self.register_buffer("initialized", torch.zeros((), dtype=torch.bool))
+        # Not bool: averages of models, as torch's AveragedModel takes them, are of numbers.
+        self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8))
         # Python's copy of the buffer: a forward pass must not wait for the device to look at it.
         self._initialized = False
         self._frozen = False
