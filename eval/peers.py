@@ -297,7 +297,8 @@ PEERS: dict[str, Experiment] = {
     "cifar10-vqtorch-rotation": _cifar10(
         VectorQuantizeConfig(dim=64, codebook_size=512, rotation_trick=True)
     ),
-    "cifar10-simvq": _cifar10(SimVQConfig(dim=8, codebook_size=512)),
+    # With the package's rotation trick it collapses here; its paper has straight-through gradients.
+    "cifar10-simvq": _cifar10(SimVQConfig(dim=8, codebook_size=512, rotation_trick=False)),
     "cifar10-fsq": _cifar10(FSQConfig(dim=8, codebook_size=512, levels=(8, 8, 8))),
     "cifar10-fsq-k4096": _cifar10(FSQConfig(dim=8, codebook_size=4096, levels=(8, 8, 8, 8))),
 }
