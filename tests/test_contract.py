@@ -555,7 +555,7 @@ def test_an_average_of_models_holds_the_mean_of_their_codes(method, average):
     with torch.no_grad():
         codebook.prototypes.add_(2)
     averaged.update_parameters(codebook)
-    torch.testing.assert_close(averaged.module.prototypes, first + 1)
+    assert_close(averaged.module.prototypes, first + 1)
     assert averaged.module.initialized
     assert averaged.eval()(first + 1).indices.tolist() == list(range(SIZE))
 
